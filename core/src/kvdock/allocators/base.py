@@ -1,0 +1,161 @@
+"""The promises of every allocator of token slots."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from kvdock.layout import Buffer
+from kvdock.planned import Parts, Planned
+from kvdock.queries import AllocatorQuery
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Shortfall(msgspec.Struct, frozen=True, kw_only=True):
+    """What an allocation lacked: per space the slots asked for, available and missing (whole pages)."""
+
+    space: str
+    needed: int
+    available: int
+
+    @property
+    def missing(self) -> int:
+        """Slots that must be freed in this space before the same call succeeds."""
+        return max(0, self.needed - self.available)
+
+
+class Allocator(Planned, abc.ABC):
+    """Hands out and takes back slots of a space, or of several spaces in step.
+
+    * Atomic: a call that cannot be served returns ``None`` and changes nothing, in every part.
+    * O(k): alloc and free cost what they hand over, whatever the capacity.
+    * Counts come from the host (`*_cpu`, lists, ints); no call but `free` waits for the device.
+    * ``free + live == capacity`` (`check`); slot 0 (page 0) is padding and never handed out.
+    * Returned slots are int64, on the allocator's device, and share no storage with it.
+    * Owned by one thread; nothing locks.
+
+    With ``debug`` a double free, a free of a slot never handed out and a call from another thread raise
+    `SlotError` at once, naming the slots; without it a free of more than is live raises, the rest is
+    undefined, and `available_size` still never exceeds the capacity.
+    """
+
+    page_size: int
+    """Tokens of one page; 1 for token allocators."""
+    size: int
+    """Usable slots (of the space that requests are numbered in)."""
+
+    def __init__(self, query: AllocatorQuery, parts: Parts) -> None:
+        self.query = query
+        self.parts = parts
+
+    @classmethod
+    @abc.abstractmethod
+    def buffers(cls, query: AllocatorQuery) -> tuple[Buffer, ...]:
+        """Declare free rings, bitmaps and maps; no torch."""
+
+    @abc.abstractmethod
+    def alloc(self, need_size: int, owner: Any = None) -> torch.Tensor | None:
+        """Return `need_size` slots ``[need_size]`` (whole pages), or ``None`` if there are not enough."""
+
+    @abc.abstractmethod
+    def alloc_extend(
+        self,
+        prefix_lens: torch.Tensor,
+        prefix_lens_cpu: Sequence[int] | torch.Tensor,
+        seq_lens: torch.Tensor,
+        seq_lens_cpu: Sequence[int] | torch.Tensor,
+        last_loc: torch.Tensor,
+        extend_num_tokens: int,
+    ) -> torch.Tensor | None:
+        """Return slots for the tokens ``prefix … seq`` of each request, ``[extend_num_tokens]``.
+
+        A request's last page is filled from `last_loc` (the slot of its last token, −1 without one) first,
+        then whole pages follow, then a partial one; a request's slots are consecutive inside a page.
+        """
+
+    @abc.abstractmethod
+    def alloc_decode(
+        self,
+        seq_lens: torch.Tensor,
+        seq_lens_cpu: Sequence[int] | torch.Tensor,
+        last_loc: torch.Tensor,
+    ) -> torch.Tensor | None:
+        """Return one slot a request, ``[batch]``; `seq_lens` count the new token.
+
+        A new page is taken exactly when ``(seq_len - 1) % page_size == 0``.
+        """
+
+    @abc.abstractmethod
+    def free(self, indices: torch.Tensor) -> None:
+        """Give back slots. Any slot of a page gives back the whole page, once. May wait for the device once."""
+
+    @abc.abstractmethod
+    def free_pages(self, pages: torch.Tensor) -> None:
+        """Give back pages by number ``[n]``; each at most once."""
+
+    @abc.abstractmethod
+    def free_rows(
+        self, table: torch.Tensor, rows: Sequence[int], starts: Sequence[int], ends: Sequence[int]
+    ) -> None:
+        """Give back the tokens ``starts[i] … ends[i]`` of request rows of `table` ``[rows, columns]``.
+
+        A page of which any token is in the range goes back whole, so `starts` are page bounds unless the
+        caller gives up the rest of the page as well. Never waits for the device.
+        """
+
+    @abc.abstractmethod
+    def available_size(self) -> int:
+        """Return the slots that an `alloc` could hand out now, in whole pages."""
+
+    @abc.abstractmethod
+    def pages_needed(self, prefix_lens: Sequence[int], seq_lens: Sequence[int]) -> int:
+        """Return the exact new pages for requests that grow from `prefix_lens` to `seq_lens` tokens."""
+
+    @abc.abstractmethod
+    def shortfall(self, pages: int) -> tuple[Shortfall, ...]:
+        """Say what each space lacks to hand out `pages` pages; empty when it would succeed."""
+
+    @abc.abstractmethod
+    def free_group_begin(self) -> None:
+        """Collect the frees that follow; physical pages are recorded as they are queued."""
+
+    @abc.abstractmethod
+    def free_group_end(self) -> None:
+        """Give back everything collected since `free_group_begin`."""
+
+    @abc.abstractmethod
+    def backup_state(self) -> Any:
+        """Return a small token for `restore_state`; O(1)."""
+
+    @abc.abstractmethod
+    def restore_state(self, state: Any) -> None:
+        """Take back every allocation since `backup_state`, in O(1).
+
+        Raises:
+            SlotError: something was freed since, or the token is another allocator's; nothing changes.
+        """
+
+    @abc.abstractmethod
+    def clear(self) -> None:
+        """Make every slot free again."""
+
+    @abc.abstractmethod
+    def resize(self, sizes: dict[str, int]) -> None:
+        """Change the capacity within what was allocated; only while nothing is handed out.
+
+        Raises:
+            SlotError: slots are live, or a size exceeds the buffers.
+        """
+
+    @abc.abstractmethod
+    def check(self, held: torch.Tensor | None = None) -> None:
+        """Verify conservation, and that exactly the slots `held` are live when given; may be slow.
+
+        Raises:
+            SlotError: names the slots that leaked, are free twice, or are held but free.
+        """

@@ -1,0 +1,216 @@
+"""Buffers, spaces and layer groups: the single description from which every size follows.
+
+A `Space` numbers slots; a `Buffer` is a tensor whose rows are counted in slots or pages of one space;
+a `LayerGroup` is the set of layers that keep the same kind of buffers in one space. Sizing, building,
+transfer and the report all read these structs and nothing else.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from typing import Literal
+
+import msgspec
+
+from kvdock import dtypes
+from kvdock.errors import PlanError
+from kvdock.model import LayerSpec
+
+TOKENS = "tokens"
+"""What a rule's `of` names when it follows the number of tokens that is being solved for."""
+
+MAX_SLOTS = 2**31 - 1
+"""Slot numbers are stored as int32 in request tables."""
+
+Ratio = tuple[int, int]
+"""An exact non-negative factor, numerator and denominator: 0.8 is ``(4, 5)``."""
+
+
+@enum.unique
+class Unit(enum.Enum):
+    """What one row of a buffer stands for."""
+
+    SLOT = "slot"
+    PAGE = "page"
+
+
+def round_up(value: int, multiple: int) -> int:
+    """Return the smallest multiple of `multiple` that is at least `value`."""
+    return -(-value // multiple) * multiple
+
+
+def _check_ratio(owner: str, field: str, ratio: Ratio) -> None:
+    if ratio[0] < 0 or ratio[1] < 1:
+        raise PlanError(f"{owner}: {field}={ratio} is not a factor; give (numerator >= 0, denominator >= 1)")
+
+
+class SizeRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How many usable slots a space has, as data.
+
+    ``size = min(at_most, caps, max(at_least, round(per_token · of + per_request · requests + fixed)))``
+
+    `of` is ``"tokens"`` or another space; `per_request` multiplies the size of the space ``requests``.
+    `at_most_of` caps the size at a factor of another space (or of the tokens); `at_most_share` caps it
+    at the largest size whose buffers, with those of every space that follows this one, stay within
+    that share of the budget (never below `needs`). All factors are exact and non-negative, so sizes never
+    shrink when the tokens grow. `needs` is the smallest size that is of any use: a plan with less is refused.
+    """
+
+    per_token: Ratio = (0, 1)
+    of: str = TOKENS
+    per_request: Ratio = (0, 1)
+    fixed: int = 0
+    at_least: int = 0
+    at_most: int | None = None
+    at_most_of: tuple[str, Ratio] | None = None
+    at_most_share: Ratio | None = None
+    round: Literal["down", "up"] = "down"
+    round_to: int = 1
+    needs: int = 0
+
+    def __post_init__(self) -> None:
+        _check_ratio("size rule", "per_token", self.per_token)
+        _check_ratio("size rule", "per_request", self.per_request)
+        if self.at_most_of is not None:
+            _check_ratio("size rule", "at_most_of", self.at_most_of[1])
+        if self.at_most_share is not None:
+            _check_ratio("size rule", "at_most_share", self.at_most_share)
+            if self.at_most_share[0] > self.at_most_share[1]:
+                raise PlanError(f"size rule: at_most_share={self.at_most_share} is more than the whole budget")
+        for field in ("fixed", "at_least", "needs"):
+            if getattr(self, field) < 0:
+                raise PlanError(f"size rule: {field}={getattr(self, field)} is negative")
+        if self.round_to < 1:
+            raise PlanError(f"size rule: round_to={self.round_to} is not positive")
+
+    def follows(self) -> frozenset[str]:
+        """Return the spaces whose sizes this rule reads (``"tokens"`` is no space)."""
+        names = set()
+        if self.per_token[0]:
+            names.add(self.of)
+        if self.per_request[0]:
+            names.add("requests")
+        if self.at_most_of is not None:
+            names.add(self.at_most_of[0])
+        return frozenset(names - {TOKENS})
+
+
+class Space(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A numbering of slots with one capacity; slot 0 (page 0) is padding and not counted.
+
+    `issued_by` says who hands the slots out: a token allocator, the request pool, or nobody, because
+    the slot is computed from another space's (``derived``). `window_tokens` counts the *earlier*
+    tokens that a layer of a sliding space sees. `options` names the options that its rule was made of.
+    """
+
+    name: str
+    rule: SizeRule
+    page_size: int = 1
+    window_tokens: int | None = None
+    issued_by: Literal["allocator", "request_pool", "derived"] = "allocator"
+    options: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.name or self.name == TOKENS:
+            raise PlanError(f"a space cannot be called {self.name!r}")
+        if self.page_size < 1:
+            raise PlanError(f"space {self.name!r}: page_size={self.page_size} is not positive")
+        if self.window_tokens is not None and self.window_tokens < 0:
+            raise PlanError(f"space {self.name!r}: window_tokens={self.window_tokens} is negative")
+        if self.rule.per_token[0] and self.rule.of == self.name:
+            raise PlanError(f"space {self.name!r} follows itself; its rule must name another space or 'tokens'")
+
+
+class Buffer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A tensor whose rows are counted in slots or pages of one space, or fixed.
+
+    ``rows = round_up(units + guard, round_rows_to)`` with `units` the slots or pages of the space (0
+    without a space), and a row takes ``round_up(prod(shape) · bits / 8, row_bytes_align)`` bytes.
+    `guard` counts what is beyond the usable units: the padding page (page_size slots, or one page),
+    a ring, a sentinel row. `layers` are global layer ids, one tensor each, or one
+    ``[layers, rows, …]`` tensor when `stacked`; none means one tensor that belongs to no layer.
+    `base_align` asks for an aligned address, which takes up to that many more bytes a tensor.
+    `max_tensor_bytes` is the largest tensor that the kernels can address.
+    """
+
+    name: str
+    role: str
+    shape: tuple[int, ...]
+    dtype: str
+    space: str | None = None
+    unit: Unit = Unit.SLOT
+    layers: tuple[int, ...] = ()
+    guard: int = 1
+    round_rows_to: int = 1
+    row_bytes_align: int = 1
+    base_align: int = 1
+    stacked: bool = False
+    memory: Literal["device", "host", "pinned"] = "device"
+    owner: str = ""
+    worker: str = "target"
+    max_tensor_bytes: int | None = None
+    is_kv: bool = False
+    """True for what attention reads (keys, values, latents, scales, index keys); False for bookkeeping."""
+
+    def __post_init__(self) -> None:
+        if any(extent < 0 for extent in self.shape):
+            raise PlanError(f"buffer {self.name!r}: shape {self.shape} has a negative extent")
+        dtypes.find(self.dtype, option=f"buffer {self.name!r}: dtype")
+        for field in ("round_rows_to", "row_bytes_align", "base_align"):
+            if getattr(self, field) < 1:
+                raise PlanError(f"buffer {self.name!r}: {field}={getattr(self, field)} is not positive")
+        if self.guard < 0:
+            raise PlanError(f"buffer {self.name!r}: guard={self.guard} is negative")
+        if len(set(self.layers)) != len(self.layers):
+            raise PlanError(f"buffer {self.name!r}: layers {self.layers} name one layer twice")
+        if self.stacked and not self.layers:
+            raise PlanError(f"buffer {self.name!r} is stacked over no layer; list its layers")
+
+    @property
+    def row_nbytes(self) -> int:
+        """Bytes of one row of one layer."""
+        return round_up(dtypes.packed_nbytes(math.prod(self.shape), self.dtype), self.row_bytes_align)
+
+    @property
+    def tensors(self) -> int:
+        """How many tensors of their own this buffer has."""
+        return 1 if self.stacked else max(1, len(self.layers))
+
+    @property
+    def layers_per_tensor(self) -> int:
+        """How many layers share one tensor: all of them when stacked, else one."""
+        return len(self.layers) if self.stacked else 1
+
+    def rows(self, units: int) -> int:
+        """Return the rows of one layer for `units` usable slots or pages, guard included."""
+        return round_up(units + self.guard, self.round_rows_to)
+
+    def tensor_nbytes(self, units: int) -> int:
+        """Return the bytes of one tensor, room for an aligned base included."""
+        room = self.base_align if self.base_align > 1 else 0
+        return self.layers_per_tensor * self.rows(units) * self.row_nbytes + room
+
+
+class LayerGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """Layers of one worker that keep the same kind of buffers in one space.
+
+    `layers` pairs the global id of each layer that *owns* buffers with its spec; `shared` maps the id of
+    a layer without buffers of its own to the owner whose buffers it reads.
+    """
+
+    name: str
+    kind: str
+    space: str
+    layers: tuple[tuple[int, LayerSpec], ...]
+    shared: tuple[tuple[int, int], ...] = ()
+    worker: str = "target"
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise PlanError(f"layer group {self.name!r} has no layer; leave the group out")
+
+    @property
+    def layer_ids(self) -> tuple[int, ...]:
+        """Global ids of the layers that own buffers, in order."""
+        return tuple(layer_id for layer_id, _ in self.layers)

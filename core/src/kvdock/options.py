@@ -1,0 +1,371 @@
+"""What a user may choose: cache options and parallel sizes, validated when they are made.
+
+A field of `CacheOptions` that is ``None`` was not given. The plan resolves each option once, in the
+order user > plugin > default, and keeps the source beside the value (`ResolvedOptions`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from decimal import Decimal, InvalidOperation
+from types import MappingProxyType
+from typing import Any, Literal
+
+import msgspec
+
+from kvdock import dtypes
+from kvdock.errors import PlanError, nearest
+
+MAX_COUNT = 2**63 - 1
+
+
+class CacheOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Every choice that shapes a KV cache; what is left out is decided by plugins, then by `DEFAULTS`.
+
+    Each field's docstring gives its unit, its default and who reads it. Unknown names are refused with
+    the nearest match (`make_options`); an option that nothing in a plan reads is an error of that plan.
+    """
+
+    page_size: int | None = None
+    """Tokens a page, the scheduler's unit. Default 1. Read by every token space."""
+    kv_cache_dtype: str | None = None
+    """Data type of keys and values: ``auto`` (the model's), ``bfloat16``, ``fp8_e4m3`` … Read by KV pools."""
+    index_dtype: str | None = None
+    """Data type of sparse index keys. Default ``auto``. Read by pools with an indexer."""
+    model_dtype: str | None = None
+    """Overrides the config's data type. Default ``auto``. Read by every pool."""
+    mem_fraction_static: float | None = None
+    """Share of the memory free before loading that weights and cache may take. Default 0.9. Read by the budget."""
+    max_total_tokens: int | None = None
+    """Tokens to plan for, per rank; caps what the memory would hold. Read by the solver."""
+    max_running_requests: int | None = None
+    """Requests at the same time, over all data-parallel workers. Read by the space ``requests``."""
+    context_length: int | None = None
+    """Longest request in tokens. Default: the model's. Read by the request table and sliding spaces."""
+    allow_longer_context: bool | None = None
+    """Accept a context_length above the model's. Default false. Read by the planner."""
+    request_table_share: float | None = None
+    """Share of the budget that request tables may take under the automatic limit. Default 1/16."""
+    request_state_share: float | None = None
+    """Share of the budget that request-scoped states may take under the automatic limit. Default 1/4."""
+    host_budget_bytes: int | None = None
+    """Bytes of host memory for host tiers, over all pools. Read by pools with a host tier."""
+
+    hybrid_swa: Literal["auto", "on", "off"] | None = None
+    """Whether sliding layers get a pool of their own: ``auto`` and ``on`` yes, ``off`` full KV for every layer."""
+    swa_full_tokens_ratio: float | None = None
+    """Sliding slots per full slot. Default 0.8. Read by the sliding space of a hybrid."""
+    swa_eviction_interval: int | None = None
+    """Decode steps between window evictions, in tokens. Default 128. Read by the sliding space's cap."""
+    chunked_prefill_size: int | None = None
+    """Tokens of one prefill chunk. Read by the sliding space's floor and cap."""
+    max_prefill_tokens: int | None = None
+    """Tokens of one prefill batch. Read by the reserve."""
+
+    prefix_cache: bool | None = None
+    """Whether prefixes are kept for later requests. Default true. Read by caps and state slots."""
+    overlap_schedule: bool | None = None
+    """Whether scheduling overlaps the forward pass. Default true. Read by caps and state slots."""
+    pd_multiplexing: bool | None = None
+    """Whether prefill and decode share the device's streams. Default false. Read by pools with a side stream."""
+
+    max_state_slots: int | None = None
+    """State slots to plan for. Read by state spaces."""
+    state_sizing: Literal["auto", "ratio"] | None = None
+    """``ratio`` sizes states by `state_memory_ratio` whatever the request limit. Default ``auto``."""
+    state_memory_ratio: float | None = None
+    """Bytes of states per byte of KV. Default 0.9. Read by state spaces."""
+    state_extra_buffer: Literal["off", "on", "lazy"] | None = None
+    """Extra state slots for tracking. Default ``off``. Read by state spaces."""
+    state_dtype: str | None = None
+    """Data type of temporal states. Default ``auto``. Read by state pools."""
+    replay_rings: bool | None = None
+    """Keep replay rings for linear layers. Default false. Asks pools for the feature ``replay_rings``."""
+    replay_ring_length: int | None = None
+    """Steps of a replay ring. Default 16. Read by state pools with rings."""
+
+    speculative_algorithm: str | None = None
+    """Speculative decoding: ``EAGLE``, ``NGRAM`` … Asks for the feature ``speculation``."""
+    speculative_num_steps: int | None = None
+    """Draft steps of one decode step. Read by the request table."""
+    speculative_topk: int | None = None
+    """Branches of a draft tree. Default 1. Read by the request table."""
+    speculative_num_draft_tokens: int | None = None
+    """Draft tokens verified at once. Read by the request table and caps."""
+    draft: str | dict[str, Any] | None = None
+    """The draft model: a config file, a model folder, or a config as data. Read by the planner."""
+
+    role: Literal["none", "prefill", "decode"] | None = None
+    """Disaggregated role. Default ``none``. Asks allocators and request pools for ``disaggregation``."""
+    decode_extra_slots: int | None = None
+    """Request rows for requests whose KV is still arriving (role decode). Read by decode request pools."""
+
+    attention_backend: str | None = None
+    """Attention backend of prefill and decode. Read by validators and pools."""
+    prefill_attention_backend: str | None = None
+    """Attention backend of prefill, when it differs."""
+    decode_attention_backend: str | None = None
+    """Attention backend of decode, when it differs."""
+    sparse_prefill_backend: str | None = None
+    """Sparse attention backend of prefill. Read by sparse pools."""
+    sparse_decode_backend: str | None = None
+    """Sparse attention backend of decode. Read by sparse pools."""
+    linear_backend: str | None = None
+    """Backend of linear layers. Read by state pools."""
+
+    page_major: bool | None = None
+    """Lay all layers of a page side by side. Default false. Asks pools for the feature ``page_major``."""
+    unified_memory: bool | None = None
+    """Let the spaces share one byte buffer. Default false. Asks for the feature ``unified_memory``."""
+    lazy_compaction: bool | None = None
+    """Compact unified memory at quiescent points. Default true. Read by unified memory."""
+    layer_split: bool | None = None
+    """Split layers over context-parallel ranks. Default false. Asks pools for ``layer_split``."""
+    late_backing: bool | None = None
+    """Back states with memory late. Default false. Asks pools for ``late_backing``."""
+    memory_saver: bool | None = None
+    """Allow buffers to be released and restored. Default false. Asks pools for ``memory_saver``."""
+
+    hisparse: bool | None = None
+    """Keep most KV on the host. Default false. Asks pools and allocators for the feature ``hisparse``."""
+    hisparse_top_k: int | None = None
+    """Tokens read per step. Default 2048. Read by HiSparse pools."""
+    hisparse_device_buffer_size: int | None = None
+    """Device slots per request. Default 2 · top_k. Read by HiSparse pools."""
+    hisparse_host_to_device_ratio: int | None = None
+    """Host slots per device slot. Default 2. Read by HiSparse spaces."""
+    hisparse_swap_in_block_size: int | None = None
+    """Threads of a swap-in block. Default 960. Read by HiSparse kernels."""
+
+    prefill_only_disable_kv_cache: bool | None = None
+    """Keep no KV for prefill-only work. Default false. Asks pools for the feature ``no_kv``."""
+    is_embedding: bool | None = None
+    """Whether the model is used for embeddings. Default: the config's. Read by the prefill-only check."""
+
+    plugins: tuple[str, ...] | None = None
+    """Plugins to allow, by name; empty: core only. Default: all that are installed. Read by discovery."""
+    no_plugins: tuple[str, ...] | None = None
+    """Plugins to leave out, by name. Read by discovery."""
+    prefer: tuple[str, ...] | None = None
+    """``hook=plugin`` lines that settle ties. Read by every hook call."""
+    strict: bool | None = None
+    """Turn warnings of planning and plugin failures into errors. Default false."""
+    plugin_options: dict[str, dict[str, Any]] | None = None
+    """Options of plugins, by plugin name. Read by the plugin."""
+
+    def __post_init__(self) -> None:
+        for name in _POSITIVE:
+            _check_range(name, getattr(self, name), 1, MAX_COUNT)
+        for name in ("decode_extra_slots",):
+            _check_range(name, getattr(self, name), 0, MAX_COUNT)
+        for name in ("page_size", "context_length"):
+            _check_range(name, getattr(self, name), 1, 2**31 - 1)
+        for name in ("mem_fraction_static", "request_table_share", "request_state_share"):
+            _check_fraction(name, getattr(self, name))
+        for name in ("swa_full_tokens_ratio", "state_memory_ratio"):
+            _check_ratio(name, getattr(self, name))
+        for name in _DTYPES:
+            value = getattr(self, name)
+            if value is not None and value != "auto":
+                dtypes.find(value, option=name)
+
+
+_DTYPES = ("kv_cache_dtype", "index_dtype", "model_dtype", "state_dtype")
+_POSITIVE = (
+    "max_total_tokens",
+    "max_running_requests",
+    "host_budget_bytes",
+    "swa_eviction_interval",
+    "chunked_prefill_size",
+    "max_prefill_tokens",
+    "max_state_slots",
+    "replay_ring_length",
+    "speculative_num_steps",
+    "speculative_topk",
+    "speculative_num_draft_tokens",
+    "hisparse_top_k",
+    "hisparse_device_buffer_size",
+    "hisparse_host_to_device_ratio",
+    "hisparse_swap_in_block_size",
+)
+
+DEFAULTS: Mapping[str, Any] = MappingProxyType(
+    {
+        "page_size": 1,
+        "kv_cache_dtype": "auto",
+        "index_dtype": "auto",
+        "model_dtype": "auto",
+        "mem_fraction_static": 0.9,
+        "allow_longer_context": False,
+        "request_table_share": 0.0625,
+        "request_state_share": 0.25,
+        "hybrid_swa": "auto",
+        "swa_full_tokens_ratio": 0.8,
+        "swa_eviction_interval": 128,
+        "prefix_cache": True,
+        "overlap_schedule": True,
+        "pd_multiplexing": False,
+        "state_sizing": "auto",
+        "state_memory_ratio": 0.9,
+        "state_extra_buffer": "off",
+        "state_dtype": "auto",
+        "replay_rings": False,
+        "replay_ring_length": 16,
+        "speculative_topk": 1,
+        "role": "none",
+        "page_major": False,
+        "unified_memory": False,
+        "lazy_compaction": True,
+        "layer_split": False,
+        "late_backing": False,
+        "memory_saver": False,
+        "hisparse": False,
+        "hisparse_top_k": 2048,
+        "hisparse_host_to_device_ratio": 2,
+        "hisparse_swap_in_block_size": 960,
+        "prefill_only_disable_kv_cache": False,
+        "strict": False,
+    }
+)
+"""The value of each option that neither the user nor a plugin gives; absent names stay ``None``."""
+
+
+class ResolvedOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Options after resolution: `values` has no plugin or default left open, `sources` says who set each."""
+
+    values: CacheOptions
+    sources: dict[str, str]
+    """Option → ``user``, ``default``, or the plugin that gave it; options left ``None`` are absent."""
+
+
+class Parallelism(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The parallel sizes of a deployment and the rank that is planned.
+
+    `pp_layers` lists the layers of each pipeline stage when the split is uneven.
+    """
+
+    tp_size: int = 1
+    pp_size: int = 1
+    pp_rank: int = 0
+    dp_size: int = 1
+    dp_attention: bool = False
+    dcp_size: int = 1
+    cp_size: int = 1
+    cp_rank: int = 0
+    pp_layers: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("tp_size", "pp_size", "dp_size", "dcp_size", "cp_size"):
+            _check_range(name, getattr(self, name), 1, 2**20)
+        for rank, size in (("pp_rank", self.pp_size), ("cp_rank", self.cp_size)):
+            if not 0 <= getattr(self, rank) < size:
+                raise PlanError(f"{rank}={getattr(self, rank)} is no rank of {size}; give 0 … {size - 1}")
+        shards = self.cp_size * (self.dp_size if self.dp_attention else 1)
+        if self.tp_size % shards:
+            raise PlanError(
+                f"tp_size={self.tp_size} does not divide by dp_size · cp_size = {shards}; "
+                f"give a multiple of {shards}"
+            )
+        if self.pp_layers is not None and len(self.pp_layers) != self.pp_size:
+            raise PlanError(f"pp_layers={self.pp_layers} lists {len(self.pp_layers)} stages of pp_size={self.pp_size}")
+        if self.pp_layers is not None and any(count < 0 for count in self.pp_layers):
+            raise PlanError(f"pp_layers={self.pp_layers} has a stage with a negative number of layers")
+
+    @property
+    def attn_tp_size(self) -> int:
+        """Ranks that share the attention heads: ``tp / (dp if dp_attention) / cp``."""
+        return self.tp_size // (self.dp_size if self.dp_attention else 1) // self.cp_size
+
+    def kv_heads_per_rank(self, num_kv_heads: int) -> int:
+        """Return the KV heads of one rank; 1 when each head is replicated over several ranks.
+
+        Raises:
+            PlanError: neither of the two counts is a multiple of the other.
+        """
+        ranks = self.attn_tp_size
+        if num_kv_heads % ranks == 0:
+            return num_kv_heads // ranks
+        if ranks % num_kv_heads == 0:
+            return 1
+        fits = [n for n in range(1, min(ranks, 4096) + 1) if num_kv_heads % n == 0 or n % num_kv_heads == 0]
+        raise PlanError(
+            f"{num_kv_heads} KV heads do not split over {ranks} attention ranks "
+            f"(tp_size={self.tp_size}); the nearest size that works is {fits[-1]}"
+        )
+
+    def stage_layers(self, layers: int) -> range:
+        """Return the global ids of the layers of this pipeline stage; the last stages take the remainder.
+
+        Raises:
+            PlanError: `pp_layers` does not add up to `layers`, or there are more stages than layers.
+        """
+        counts = self.pp_layers
+        if counts is None:
+            if self.pp_size > layers:
+                raise PlanError(f"pp_size={self.pp_size} is more than the model's {layers} layers")
+            short, longer = layers // self.pp_size, layers % self.pp_size
+            counts = (short,) * (self.pp_size - longer) + (short + 1,) * longer
+        if sum(counts) != layers:
+            raise PlanError(f"pp_layers={counts} adds up to {sum(counts)}, but the model has {layers} layers")
+        start = sum(counts[: self.pp_rank])
+        return range(start, start + counts[self.pp_rank])
+
+
+def make_options(values: Mapping[str, Any] | CacheOptions | None = None) -> CacheOptions:
+    """Return `CacheOptions` from names and values; ``None`` means not given.
+
+    Raises:
+        PlanError: an unknown name (with the nearest match), a value of the wrong type or out of range.
+    """
+    return values if isinstance(values, CacheOptions) else _make(CacheOptions, values or {}, "option")
+
+
+def make_parallelism(values: Mapping[str, Any] | Parallelism | None = None) -> Parallelism:
+    """Return a `Parallelism` from names and values; the same rules as `make_options`."""
+    return values if isinstance(values, Parallelism) else _make(Parallelism, values or {}, "parallel size")
+
+
+def exact_ratio(value: float | str) -> tuple[int, int]:
+    """Return the decimal that the user wrote as an exact pair: 0.8 is (4, 5)."""
+    return Decimal(str(value)).as_integer_ratio()
+
+
+def _make(cls: type[Any], values: Mapping[str, Any], what: str) -> Any:
+    for name in values:
+        if name not in cls.__struct_fields__:
+            raise PlanError(f"no {what} is called {name!r}{nearest(name, cls.__struct_fields__)}")
+    given = {name: _plain(value) for name, value in values.items() if value is not None}
+    try:
+        return msgspec.convert(given, cls)
+    except msgspec.ValidationError as error:
+        raise PlanError(f"{what}: {error}") from error
+
+
+def _plain(value: Any) -> Any:
+    """Turn 8.0 into 8 and lists into what msgspec converts; 8.5 and booleans are left to be refused."""
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**53 else value
+
+
+def _check_range(name: str, value: int | None, low: int, high: int) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise PlanError(f"{name}={value!r} is not a whole number; give one from {low} to {high}")
+    if not low <= value <= high:
+        raise PlanError(f"{name}={value} is outside {low} … {high}")
+
+
+def _check_fraction(name: str, value: float | None) -> None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1):
+        raise PlanError(f"{name}={value} is no share; give a number above 0 and at most 1")
+
+
+def _check_ratio(name: str, value: float | None) -> None:
+    if value is None:
+        return
+    try:
+        fits = 0 < Decimal(str(value)) <= 2**20
+    except InvalidOperation:
+        fits = False
+    if not fits:
+        raise PlanError(f"{name}={value} is no ratio; give a number above 0")

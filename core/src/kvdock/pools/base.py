@@ -1,0 +1,134 @@
+"""The promises of every KV pool."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+import msgspec
+
+from kvdock.errors import SlotError
+from kvdock.layout import Buffer
+from kvdock.planned import Parts, Planned
+from kvdock.queries import PoolQuery
+
+if TYPE_CHECKING:
+    import torch
+
+
+class BufferInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """Where one layer's tensor of one buffer lies, for transfer engines.
+
+    `pointer` is its address, `nbytes` its length, `item_nbytes` the bytes of one page (of one row for
+    buffers that are not paged), `layer_id` the global layer (``None``: no layer), `role` what it holds
+    (``key``, ``value``, ``latent``, ``scale`` …).
+    """
+
+    name: str
+    role: str
+    layer_id: int | None
+    pointer: int
+    nbytes: int
+    item_nbytes: int
+
+
+class Pool(Planned, abc.ABC):
+    """Owns the buffers of one layer group: reads, writes, moves, copies out and in.
+
+    Layer ids are global. Slots are int64 (or int32) tensors in the numbering of the group's space; a
+    write to slot 0 lands in the padding page. Buffers are read as views ``[pages, page_size, *shape]``
+    with strides, whatever the arrangement; slot s is row ``(s // page_size, s % page_size)``. All of
+    `move_kv_cache`, copies, descriptors and `clear` walk the same list of buffers, so nothing that a slot
+    owns is left behind.
+    """
+
+    transfer_kind: ClassVar[Literal["kv_pairs", "flat"]] = "flat"
+
+    def __init__(self, query: PoolQuery, parts: Parts) -> None:
+        self.query = query
+        self.parts = parts
+
+    @classmethod
+    @abc.abstractmethod
+    def buffers(cls, query: PoolQuery) -> tuple[Buffer, ...]:
+        """Declare the tensors of the group in `query`; no torch."""
+
+    @property
+    @abc.abstractmethod
+    def layer_ids(self) -> tuple[int, ...]:
+        """Global ids of the layers that can be read here, those that share another's KV included."""
+
+    @abc.abstractmethod
+    def get_key_buffer(self, layer_id: int) -> torch.Tensor:
+        """Return the keys of a layer as a view ``[pages, page_size, heads, head_dim]``.
+
+        Raises:
+            SlotError: the layer has no buffer here.
+        """
+
+    @abc.abstractmethod
+    def get_value_buffer(self, layer_id: int) -> torch.Tensor:
+        """Return the values of a layer as a view ``[pages, page_size, heads, v_head_dim]``."""
+
+    def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return `get_key_buffer` and `get_value_buffer`."""
+        return self.get_key_buffer(layer_id), self.get_value_buffer(layer_id)
+
+    @abc.abstractmethod
+    def set_kv_buffer(
+        self,
+        layer_id: int,
+        loc: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+    ) -> None:
+        """Write keys ``[n, heads, head_dim]`` and values of `n` slots ``loc`` into a layer that owns buffers.
+
+        8-bit pools store ``k / k_scale`` in their format.
+        """
+
+    @abc.abstractmethod
+    def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
+        """Copy everything that the slots `src_loc` own to `tgt_loc`, in every layer; reads happen first."""
+
+    @abc.abstractmethod
+    def get_cpu_copy(self, indices: torch.Tensor) -> list[torch.Tensor]:
+        """Return host copies of everything that the slots `indices` own, in the order of the buffers."""
+
+    @abc.abstractmethod
+    def load_cpu_copy(self, copies: Sequence[torch.Tensor], indices: torch.Tensor) -> None:
+        """Write what `get_cpu_copy` returned to the slots `indices`; bit-identical."""
+
+    @abc.abstractmethod
+    def buffer_infos(self) -> list[BufferInfo]:
+        """Describe every per-token tensor, buffer by buffer, layer by layer."""
+
+    @abc.abstractmethod
+    def clear(self) -> None:
+        """Zero every buffer."""
+
+    @abc.abstractmethod
+    def storages(self) -> list[torch.Tensor]:
+        """Return every tensor that this pool owns or routes to, for counting bytes."""
+
+    def get_contiguous_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
+        """Return pointers, lengths and bytes per page of every per-token tensor, in the order of `buffer_infos`."""
+        infos = self.buffer_infos()
+        return [i.pointer for i in infos], [i.nbytes for i in infos], [i.item_nbytes for i in infos]
+
+    def get_state_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
+        """Return the same for per-request states; pools without states return three empty lists."""
+        return [], [], []
+
+    @property
+    def mem_usage(self) -> int:
+        """Bytes of the unique storages behind this pool, measured on the tensors."""
+        unique = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in self.storages()}
+        return sum(unique.values())
+
+    def refuse_layer(self, layer_id: int) -> SlotError:
+        """Return the error for a layer that this pool does not hold."""
+        return SlotError(f"layer {layer_id} has no KV in this pool; it holds the layers {list(self.layer_ids)}")
