@@ -58,5 +58,6 @@ class SlotError(KVDockError):
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return ``; did you mean 'x'?`` for the closest of `known`, or an empty string."""
-    match = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.5)
+    names = sorted(known)
+    match = difflib.get_close_matches(name, names, n=1, cutoff=0.5) or [k for k in names if name and k.startswith(name)]
     return f"; did you mean {match[0]!r}?" if match else ""

@@ -32,9 +32,7 @@ FEATURE_OPTIONS = frozenset({*_SWITCHES, "kv_cache_dtype", "role", "speculative_
 def features_asked(query: Query, part: Part) -> frozenset[str]:
     """Return what a class for `part` must honour under the query's options and parallel sizes."""
     options, parallel = query.options, query.parallel
-    asked = {
-        feature for option, (feature, parts) in _SWITCHES.items() if part in parts and getattr(options, option)
-    }
+    asked = {feature for option, (feature, parts) in _SWITCHES.items() if part in parts and getattr(options, option)}
     if part == "pool":
         dtype_feature = dtypes.find(query.kv_dtype).feature
         if dtype_feature is not None:

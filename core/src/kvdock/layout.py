@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Mapping
 from typing import Literal
 
 import msgspec
@@ -52,8 +53,8 @@ class SizeRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     `of` is ``"tokens"`` or another space; `per_request` multiplies the size of the space ``requests``.
     `at_most_of` caps the size at a factor of another space (or of the tokens); `at_most_share` caps it
-    at the largest size whose buffers, with those of every space that follows this one, stay within
-    that share of the budget (never below `needs`). All factors are exact and non-negative, so sizes never
+    at the largest size whose own buffers stay within that share of the budget (never below `needs`).
+    All factors are exact and non-negative, so sizes never
     shrink when the tokens grow. `needs` is the smallest size that is of any use: a plan with less is refused.
     """
 
@@ -181,6 +182,13 @@ class Buffer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def layers_per_tensor(self) -> int:
         """How many layers share one tensor: all of them when stacked, else one."""
         return len(self.layers) if self.stacked else 1
+
+    def units_in(self, spaces: Mapping[str, Space], sizes: Mapping[str, int]) -> int:
+        """Return the usable slots or pages that the rows are counted in; 0 without a space."""
+        if self.space is None:
+            return 0
+        size = sizes[self.space]
+        return size if self.unit is Unit.SLOT else -(-size // spaces[self.space].page_size)
 
     def rows(self, units: int) -> int:
         """Return the rows of one layer for `units` usable slots or pages, guard included."""

@@ -56,9 +56,7 @@ class DSAParams(LayerParams, frozen=True, kw_only=True):
     index_head_dim: int
 
 
-CORE_PARAMS: Mapping[str, type[LayerParams]] = MappingProxyType(
-    {"mha": MHAParams, "mla": MLAParams, "dsa": DSAParams}
-)
+CORE_PARAMS: Mapping[str, type[LayerParams]] = MappingProxyType({"mha": MHAParams, "mla": MLAParams, "dsa": DSAParams})
 """The shape struct of each kind that core's families produce."""
 
 CORE_KINDS = frozenset({"mha", "mla", "dsa", "sparse_index", "state"})
@@ -137,14 +135,30 @@ def model_from_builtins(data: Any, params_types: Mapping[str, type[LayerParams]]
     Raises:
         PlanError: a field is missing, unknown or of the wrong type, or a kind's shape struct is not known.
     """
-    if not isinstance(data, dict) or not isinstance(data.get("layers"), list):
+    if not isinstance(data, dict) or not isinstance(data.get("layers"), (list, tuple)):
         raise PlanError("a model in JSON is an object with a list of layers")
     _refuse_unknown("model", data, ModelSpec.__struct_fields__)
     layers = tuple(_layer_from_builtins(i, layer, params_types) for i, layer in enumerate(data["layers"]))
+    return ModelSpec(layers=layers, **_plain_fields("model in JSON", data, _MODEL_FIELDS))
+
+
+def _without(cls: type[msgspec.Struct], left_out: str) -> type[msgspec.Struct]:
+    """Return a struct with the fields of `cls` but one, for checking the types of the others."""
+    fields = [f for f in msgspec.structs.fields(cls) if f.name != left_out]
+    required = [(f.name, f.type) for f in fields if f.required]
+    optional = [(f.name, f.type, f.default) for f in fields if not f.required]
+    return msgspec.defstruct(f"{cls.__name__}Fields", [*required, *optional], kw_only=True)
+
+
+_MODEL_FIELDS = _without(ModelSpec, "layers")
+_LAYER_FIELDS = _without(LayerSpec, "params")
+
+
+def _plain_fields(where: str, data: Mapping[str, Any], fields: type[msgspec.Struct]) -> dict[str, Any]:
     try:
-        return msgspec.convert({**data, "layers": ()} | {"layers": layers}, ModelSpec)
+        return msgspec.structs.asdict(msgspec.convert(data, fields))
     except msgspec.ValidationError as error:
-        raise PlanError(f"model in JSON: {error}") from error
+        raise PlanError(f"{where}: {error}") from error
 
 
 def _layer_from_builtins(index: int, data: Any, params_types: Mapping[str, type[LayerParams]]) -> LayerSpec:
@@ -158,9 +172,9 @@ def _layer_from_builtins(index: int, data: Any, params_types: Mapping[str, type[
         raise PlanError(f"{where} has kind {data['kind']!r}, whose plugin is not loaded (known: {known})")
     try:
         params = msgspec.convert(data.get("params"), params_type)
-        return msgspec.convert({**data, "params": params}, LayerSpec)
     except msgspec.ValidationError as error:
         raise PlanError(f"{where}: {error}") from error
+    return LayerSpec(params=params, **_plain_fields(where, data, _LAYER_FIELDS))
 
 
 def _refuse_unknown(where: str, data: Mapping[str, Any], known: tuple[str, ...]) -> None:

@@ -263,8 +263,7 @@ class Parallelism(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         shards = self.cp_size * (self.dp_size if self.dp_attention else 1)
         if self.tp_size % shards:
             raise PlanError(
-                f"tp_size={self.tp_size} does not divide by dp_size · cp_size = {shards}; "
-                f"give a multiple of {shards}"
+                f"tp_size={self.tp_size} does not divide by dp_size · cp_size = {shards}; give a multiple of {shards}"
             )
         if self.pp_layers is not None and len(self.pp_layers) != self.pp_size:
             raise PlanError(f"pp_layers={self.pp_layers} lists {len(self.pp_layers)} stages of pp_size={self.pp_size}")

@@ -1,0 +1,97 @@
+"""What a cache costs per token, per slot and per request, and what given requests occupy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from fractions import Fraction
+
+import msgspec
+
+from kvdock.families.groups import window_pages
+from kvdock.layout import Buffer, Space, Unit, round_up
+from kvdock.sizing import REQUESTS, Problem, token_factors, total_nbytes
+
+
+class SlotCost(msgspec.Struct, frozen=True, kw_only=True):
+    """Device bytes of KV and of bookkeeping; a fraction of a byte stays a fraction."""
+
+    kv: int | float
+    bookkeeping: int | float
+
+
+class Costs(msgspec.Struct, frozen=True, kw_only=True):
+    """What the cache costs: `fixed_bytes` whatever the sizes (padding included), then bytes per slot of each space."""
+
+    fixed_bytes: int
+    per_slot: dict[str, SlotCost]
+
+
+def slot_bytes(buffer: Buffer, spaces: Mapping[str, Space]) -> Fraction:
+    """Return the bytes that one slot takes in a buffer, over all its layers."""
+    nbytes = buffer.row_nbytes * max(1, len(buffer.layers))
+    paged = buffer.unit is Unit.PAGE and buffer.space is not None
+    return Fraction(nbytes, spaces[buffer.space].page_size if paged and buffer.space else 1)
+
+
+def find_costs(problem: Problem) -> Costs:
+    """Return the fixed bytes and the bytes per slot of each space."""
+    sums = {name: [Fraction(0), Fraction(0)] for name in problem.spaces}
+    for buffer in _on_device(problem.buffers):
+        if buffer.space is not None:
+            sums[buffer.space][not buffer.is_kv] += slot_bytes(buffer, problem.spaces)
+    return Costs(
+        fixed_bytes=total_nbytes(problem, dict.fromkeys(problem.spaces, 0)),
+        per_slot={name: _cost(kv, rest) for name, (kv, rest) in sums.items()},
+    )
+
+
+def bytes_per_token(problem: Problem) -> SlotCost:
+    """Return the device bytes that one more token takes on this rank, caps and rounding left aside."""
+    factors = token_factors(problem.spaces)
+    sums = [Fraction(0), Fraction(0)]
+    for buffer in _on_device(problem.buffers):
+        if buffer.space is not None and buffer.space != REQUESTS:
+            sums[not buffer.is_kv] += slot_bytes(buffer, problem.spaces) * factors[buffer.space]
+    return _cost(*sums)
+
+
+def slots_held(spaces: Mapping[str, Space], length: int, requests: int) -> dict[str, int]:
+    """Return the slots of each space that `requests` requests of `length` tokens hold, in whole pages.
+
+    A sliding space holds the pages on which a window lies and no more.
+    """
+    slots: dict[str, int] = {}
+    for name, space in spaces.items():
+        rule = space.rule
+        if name == REQUESTS:
+            slots[name] = requests
+        elif space.issued_by == "allocator":
+            slots[name] = requests * min(round_up(length, space.page_size), _window_slots(space, length))
+        else:
+            tokens = Fraction(*rule.per_token) * slots.get(rule.of, length * requests)
+            slots[name] = -int(-(tokens + Fraction(*rule.per_request) * requests) // 1)
+    return slots
+
+
+def kv_bytes_held(buffers: Iterable[Buffer], spaces: Mapping[str, Space], slots: Mapping[str, int]) -> int:
+    """Return the bytes of KV behind these slots; bookkeeping and padding are not counted."""
+    exact = sum(slot_bytes(b, spaces) * slots[b.space] for b in buffers if b.is_kv and b.space is not None)
+    return -int(-exact // 1)
+
+
+def _window_slots(space: Space, length: int) -> int:
+    if space.window_tokens is None:
+        return round_up(length, space.page_size)
+    return window_pages(space.window_tokens, space.page_size) * space.page_size
+
+
+def _on_device(buffers: Iterable[Buffer]) -> list[Buffer]:
+    return [buffer for buffer in buffers if buffer.memory == "device"]
+
+
+def _cost(kv: Fraction, bookkeeping: Fraction) -> SlotCost:
+    return SlotCost(kv=_plain(kv), bookkeeping=_plain(bookkeeping))
+
+
+def _plain(value: Fraction) -> int | float:
+    return int(value) if value.denominator == 1 else float(value)

@@ -1,0 +1,164 @@
+"""Where kvdock meets the world: it reads files and the environment, finds plugins, probes a device.
+
+Everything below is pure and takes what this module found.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from kvdock.device import DeviceInfo
+from kvdock.errors import PlanError
+from kvdock.families.config import load_config
+from kvdock.model import ModelSpec
+from kvdock.options import CacheOptions, Parallelism, make_options, make_parallelism
+from kvdock.planner import CachePlan, plan_from
+from kvdock.plugins import report, resolve
+from kvdock.plugins.loading import Registry
+from kvdock.plugins.report import Row
+from kvdock.queries import ModelQuery
+from kvdock.startup import candidates, installed
+
+Model = str | os.PathLike[str] | Mapping[str, Any] | ModelSpec
+
+KV_FREE_ALGORITHMS = frozenset({"NGRAM"})
+"""Speculation that keeps no KV of its own."""
+
+
+def plan(
+    model: Model,
+    *,
+    device: str | DeviceInfo | None = None,
+    options: CacheOptions | Mapping[str, Any] | None = None,
+    parallel: Parallelism | Mapping[str, Any] | None = None,
+    budget_bytes: int | None = None,
+    weights_bytes: int | None = None,
+    registry: Registry | None = None,
+) -> CachePlan:
+    """Plan the KV cache of a model on one rank of a deployment.
+
+    Args:
+        model: a ``config.json``, a model folder, ``hf:org/name``, a config as data, or a `ModelSpec`.
+        device: a catalogue name (``"h200"``, ``"cuda:h200"``), a live device (``"cpu"``, ``"cuda:0"``), or a
+            `DeviceInfo`. ``None`` plans for `budget_bytes` on any device if given, else for the one live accelerator.
+        options: `CacheOptions`, or names and values.
+        parallel: `Parallelism`, or names and values.
+        budget_bytes: bytes for everything that kvdock allocates, instead of a share of the device's memory.
+        weights_bytes: bytes that the weights take of a device's memory on this rank.
+        registry: plugins to ask, instead of those that are installed.
+
+    Raises:
+        KVDockError: what cannot be served, and what would work.
+    """
+    chosen = make_options(options)
+    sizes = make_parallelism(parallel)
+    registry = registry if registry is not None else _registry_for(device, chosen)
+    info = find_device(device, registry, budget_bytes)
+    models = read_models(model, chosen, registry)
+    return plan_from(models, info, chosen, sizes, registry, budget_bytes=budget_bytes, weights_bytes=weights_bytes)
+
+
+def _registry_for(device: str | DeviceInfo | None, options: CacheOptions) -> Registry:
+    """Import only the hardware that may matter: the plugin that the device names, or its type's."""
+    if isinstance(device, DeviceInfo):
+        return installed(options)
+    names = {candidate.name for candidate in candidates() if candidate.tier == "hardware"}
+    owner = (device or "").split(":", 1)[0]
+    if owner in names:
+        return installed(options, hardware={owner}, requested={owner})
+    return installed(options, hardware=set() if owner == "cpu" else None)
+
+
+def find_device(device: str | DeviceInfo | None, registry: Registry, budget_bytes: int | None = None) -> DeviceInfo:
+    """Return the device that is planned for.
+
+    Raises:
+        PlanError: no device is named, and not exactly one live accelerator is found; says how to name it.
+    """
+    if isinstance(device, DeviceInfo):
+        return device
+    if device is not None:
+        return resolve.find_device(registry, device)
+    if budget_bytes is not None:
+        return DeviceInfo(
+            device_type="cpu",
+            name="any device",
+            total_bytes=budget_bytes,
+            free_before_load_bytes=budget_bytes,
+            free_bytes=budget_bytes,
+            source="the given budget",
+        )
+    live = live_accelerators(registry)
+    if len(live) == 1:
+        return live[0]
+    found = (
+        f"{len(live)} accelerators are here ({', '.join(d.name for d in live)})" if live else "no accelerator is here"
+    )
+    raise PlanError(
+        f"{found}; name one with --device NAME (kvdock devices lists the profiles), "
+        "or give the memory for the cache with --memory 40GiB"
+    )
+
+
+def live_accelerators(registry: Registry) -> list[DeviceInfo]:
+    """Return the default live device of each hardware plugin that finds one; the host is none."""
+    found = []
+    for member in registry.members:
+        if member.tier == "hardware":
+            info = resolve.probe(registry, member.name, "")
+            if info is not None:
+                found.append(info)
+    return found
+
+
+def read_models(model: Model, options: CacheOptions, registry: Registry) -> tuple[ModelSpec, ...]:
+    """Return the target model and its drafts."""
+    if isinstance(model, ModelSpec):
+        target, config = model, None
+    else:
+        target, config = _read(model, registry, "target")
+    return (target, *_drafts(config, options, registry))
+
+
+def _read(source: Any, registry: Registry, role: str) -> tuple[ModelSpec, Mapping[str, Any]]:
+    name, config = load_config(source)
+    spec, _ = resolve.read_model(registry, ModelQuery(config=config, role=role, name=name))
+    return spec, config
+
+
+def _drafts(config: Mapping[str, Any] | None, options: CacheOptions, registry: Registry) -> tuple[ModelSpec, ...]:
+    """Return the models that draft: the one that is given, or the extra layers of the target's own config."""
+    algorithm = options.speculative_algorithm
+    if algorithm is None:
+        if options.draft is not None:
+            raise PlanError("a draft model is given, but no speculative_algorithm; give one, for example EAGLE")
+        return ()
+    if algorithm.upper() in KV_FREE_ALGORITHMS:
+        return ()
+    if options.draft is not None:
+        return (_read(options.draft, registry, "draft")[0],)
+    if config is None:
+        raise PlanError(f"speculative_algorithm={algorithm!r} needs a draft model; give draft=path/to/config.json")
+    try:
+        query = ModelQuery(config=config, role="mtp", name="")
+        return (resolve.read_model(registry, query)[0],)
+    except PlanError as error:
+        raise PlanError(
+            f"speculative_algorithm={algorithm!r} needs a draft model, and the target's config brings none ({error}); "
+            "give draft=path/to/config.json"
+        ) from error
+
+
+def plugin_rows(check: bool = False, options: CacheOptions | None = None) -> list[Row]:
+    """Return one row of facts per plugin; `check` imports each and adds contract, hooks and status."""
+    found = candidates()
+    return list(report.rows(found, installed(options) if check else None))
+
+
+def devices(options: CacheOptions | None = None) -> list[tuple[str, DeviceInfo]]:
+    """Return every catalogue profile with the plugin that brings it, sorted by plugin and memory."""
+    catalogue = resolve.catalogue(installed(options))
+    pairs = [(plugin, info) for owners in catalogue.values() for plugin, info in owners]
+    return sorted(pairs, key=lambda pair: (pair[0], pair[1].total_bytes, pair[1].name))

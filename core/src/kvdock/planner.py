@@ -1,0 +1,422 @@
+"""Config → `CachePlan`: an outline from the hooks, sizes from the solver, every byte accounted for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from kvdock import planfile
+from kvdock.budget import Budget, find_budget, refuse_budget, show_bytes
+from kvdock.costs import Costs, SlotCost, bytes_per_token, find_costs, kv_bytes_held, slots_held
+from kvdock.device import DeviceInfo
+from kvdock.errors import BudgetError, PlanError
+from kvdock.layout import MAX_SLOTS, Buffer, round_up
+from kvdock.limits import Limit, find_limits, limit_warnings
+from kvdock.model import ModelSpec
+from kvdock.options import CacheOptions, Parallelism, ResolvedOptions
+from kvdock.outline import Choice, Outline, draw_outline
+from kvdock.sizing import (
+    REQUESTS,
+    Problem,
+    Solution,
+    Solver,
+    buffer_nbytes,
+    largest,
+    token_factors,
+    total_nbytes,
+    units,
+)
+
+if TYPE_CHECKING:
+    from kvdock.plugins.loading import Registry
+
+
+class ClassRef(msgspec.Struct, frozen=True, kw_only=True):
+    """A class as data: the plugin that named it and its name. Never a path to import."""
+
+    plugin: str
+    name: str
+
+
+class BufferPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """A buffer with its size: `tensors` tensors of `shape` (rows first), `nbytes` in all with every rounding."""
+
+    name: str
+    owner: str
+    role: str
+    worker: str
+    space: str | None
+    layers: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    memory: str
+    tensors: int
+    nbytes: int
+    is_kv: bool
+
+
+class GroupPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """One layer group: the layers that own buffers, those that read them as well, and the pool."""
+
+    name: str
+    kind: str
+    space: str
+    worker: str
+    layers: tuple[int, ...]
+    shared: tuple[tuple[int, int], ...]
+    pool_cls: ClassRef
+    buffers: tuple[BufferPlan, ...]
+
+
+class CachePlan(msgspec.Struct, frozen=True, kw_only=True):
+    """Which classes, which buffers, how many slots, how many bytes, and why.
+
+    `spaces` are usable slots by space; `total_bytes` is device memory, `host_bytes` is beside it.
+    `tables` are the buffers that belong to no group. `asked_budget` is the budget before the user's own token count was weighed against it. `outline`
+    holds the live classes and queries and is no part of the JSON.
+    """
+
+    outline: Outline
+    budget: Budget
+    asked_budget: Budget
+    max_total_num_tokens: int
+    max_running_requests: int
+    max_request_tokens: int
+    spaces: dict[str, int]
+    groups: tuple[GroupPlan, ...]
+    allocator_cls: ClassRef | None
+    request_pool_cls: ClassRef
+    tables: tuple[BufferPlan, ...]
+    limits: tuple[Limit, ...]
+    bytes_per_token: SlotCost
+    costs: Costs
+    total_bytes: int
+    host_bytes: int
+    bound: str
+    warnings: tuple[str, ...]
+    cap_tokens: int | None = None
+
+    @property
+    def budget_bytes(self) -> int:
+        """Bytes that the cache may take."""
+        return self.budget.nbytes
+
+    @property
+    def buffers(self) -> tuple[BufferPlan, ...]:
+        """Every buffer: the groups' and the tables of allocators, request pool and routers."""
+        return (*(buffer for group in self.groups for buffer in group.buffers), *self.tables)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Usable slots by space; the same as `spaces`."""
+        return self.spaces
+
+    @property
+    def model(self) -> ModelSpec:
+        """The target model."""
+        return self.outline.model
+
+    @property
+    def device(self) -> DeviceInfo:
+        """The device that was planned for."""
+        return self.outline.device
+
+    @property
+    def options(self) -> ResolvedOptions:
+        """Resolved options, each with its source."""
+        return self.outline.options
+
+    @property
+    def parallel(self) -> Parallelism:
+        """Parallel sizes and the rank."""
+        return self.outline.parallel
+
+    def replan(self, budget_bytes: int, cap_tokens: int | None = None) -> CachePlan:
+        """Return the same decisions sized for another budget, for at most `cap_tokens` tokens.
+
+        Raises:
+            BudgetError: nothing useful fits; `self` stays as it is.
+        """
+        budget = find_budget(self.device, self.options.values, budget_bytes, None)
+        return _sized(self.outline, budget, cap_tokens)
+
+    def bytes_for(self, length: int, requests: int = 1) -> int:
+        """Return the bytes of KV that `requests` requests of `length` tokens occupy, in whole pages.
+
+        Sliding spaces hold the window alone. Bookkeeping and padding are not counted; see `costs`.
+        """
+        _check_count("length", length)
+        _check_count("requests", requests)
+        spaces = self.outline.spaces
+        return kv_bytes_held(self.outline.buffers, spaces, slots_held(spaces, length, requests))
+
+    def max_length(self, requests: int = 1) -> int:
+        """Return the longest length that `requests` requests can have at once, in tokens; 0 if not even 1."""
+        _check_count("requests", requests)
+        spaces = self.outline.spaces
+
+        def fits(length: int) -> bool:
+            slots = slots_held(spaces, length, requests)
+            return all(slots[name] <= self.spaces[name] for name in spaces)
+
+        return largest(fits, 0, self.outline.options.values.context_length or self.model.context_length)
+
+    def explain(self) -> str:
+        """Return every decision as text: the hook, who claimed, who declined and why; every byte."""
+        from kvdock.explain import explain
+
+        return explain(self)
+
+    def to_json(self) -> str:
+        """Return the plan as JSON: data only, classes by plugin and name."""
+        return planfile.dump(self)
+
+    @staticmethod
+    def from_json(text: str | bytes, registry: Registry | None = None) -> CachePlan:
+        """Read a plan file: ask the hooks again, size again, and compare with what is written.
+
+        Raises:
+            PlanError: not a plan file, or a field differs from what is planned now; names the field.
+        """
+        return planfile.load(text, registry)
+
+
+def _check_count(name: str, value: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_SLOTS:
+        raise PlanError(f"{name}={value!r} is no count; give a whole number from 0 to {MAX_SLOTS}")
+
+
+def plan_from(
+    models: tuple[ModelSpec, ...],
+    device: DeviceInfo,
+    options: CacheOptions,
+    parallel: Parallelism,
+    registry: Registry,
+    *,
+    budget_bytes: int | None = None,
+    weights_bytes: int | None = None,
+) -> CachePlan:
+    """Plan the cache of a target model (first) and its drafts on one rank. Pure: nothing is read or changed.
+
+    Raises:
+        PlanError, BudgetError, UnsupportedCombination, PluginError: what cannot be served, and what would work.
+    """
+    if budget_bytes is not None and options.mem_fraction_static is not None:
+        raise PlanError(
+            f"mem_fraction_static={options.mem_fraction_static} has no effect beside budget_bytes={budget_bytes}; "
+            "give one of them"
+        )
+    outline = draw_outline(models, device, options, parallel, registry)
+    budget = find_budget(device, outline.options.values, budget_bytes, weights_bytes)
+    return _sized(outline, budget, None)
+
+
+def plan_with(
+    models: tuple[ModelSpec, ...],
+    device: DeviceInfo,
+    options: CacheOptions,
+    parallel: Parallelism,
+    registry: Registry,
+    *,
+    budget: Budget,
+    cap_tokens: int | None,
+) -> CachePlan:
+    """Plan as `plan_from` does, with a budget that was found before."""
+    return _sized(draw_outline(models, device, options, parallel, registry), budget, cap_tokens)
+
+
+def _sized(outline: Outline, budget: Budget, cap_tokens: int | None) -> CachePlan:
+    problem = _problem(outline, cap_tokens)
+    warnings: list[str] = list(outline.warnings)
+    asked = budget
+    try:
+        budget = _authoritative_budget(outline, problem, budget, warnings)
+        solution = _solve(problem, budget.nbytes, outline, warnings)
+    except BudgetError as error:
+        fraction = outline.options.values.mem_fraction_static
+        raise refuse_budget(error, budget, outline.device, fraction) from error
+    plan = _assemble(outline, (asked, budget), problem, solution, warnings, cap_tokens)
+    if outline.options.values.strict and plan.warnings:
+        raise PlanError(f"strict planning refuses warnings: {'; '.join(plan.warnings)}")
+    return plan
+
+
+def _problem(outline: Outline, cap_tokens: int | None) -> Problem:
+    options = outline.options.values
+    page = options.page_size or 1
+    caps = {"max_total_tokens": options.max_total_tokens, "cap_tokens": cap_tokens}
+    given = {name: value for name, value in caps.items() if value is not None}
+    for name, value in given.items():
+        if value < page:
+            raise PlanError(f"{name}={value} is less than one page; give at least page_size={page}")
+    factors = token_factors(outline.spaces)
+    follows = any(b.is_kv and b.space is not None and factors[b.space] for b in outline.buffers)
+    if not given and not follows:
+        given["max_running_requests · context_length"] = _tokens_without_kv(outline, page)
+    name = min(given, key=lambda key: given[key]) if given else "max_total_tokens"
+    return Problem(
+        spaces=outline.spaces,
+        buffers=outline.buffers,
+        page_size=page,
+        granularity_bytes=outline.device.granularity_bytes,
+        cap_tokens=given.get(name),
+        cap_name=name,
+    )
+
+
+def _tokens_without_kv(outline: Outline, page: int) -> int:
+    """Return the tokens that a rank numbers when none of its KV grows with them."""
+    options = outline.options.values
+    context = options.context_length or outline.model.context_length
+    requests = options.max_running_requests or outline.spaces[REQUESTS].rule.at_least or 1
+    return min(round_up(requests * context, page), (MAX_SLOTS - page) // page * page)
+
+
+def _authoritative_budget(outline: Outline, problem: Problem, budget: Budget, warnings: list[str]) -> Budget:
+    """Return the budget, raised to the free memory where the user's own token count needs it.
+
+    `mem_fraction_static` is a default's way of leaving room; tokens that the user states outright win
+    over it as long as the memory is really there.
+    """
+    tokens = outline.options.values.max_total_tokens
+    if budget.base == "given" or tokens is None or budget.free_bytes <= budget.nbytes:
+        return budget
+    whole = tokens // problem.page_size * problem.page_size
+    needed = Solver(problem, budget.free_bytes).nbytes(whole)
+    if needed <= budget.nbytes or needed > budget.free_bytes:
+        return budget
+    warnings.append(
+        f"max_total_tokens={tokens} takes {show_bytes(needed)}, more than mem_fraction_static="
+        f"{outline.options.values.mem_fraction_static} leaves ({show_bytes(budget.nbytes)}); the stated tokens win, "
+        f"and {show_bytes(budget.free_bytes - needed)} stay for activations"
+    )
+    return msgspec.structs.replace(
+        budget, nbytes=needed, note=f"{show_bytes(needed)}, what max_total_tokens={tokens} takes of the free memory"
+    )
+
+
+def _solve(problem: Problem, budget_bytes: int, outline: Outline, warnings: list[str]) -> Solution:
+    rule = outline.spaces[REQUESTS].rule
+    fixed = rule.fixed if outline.given.max_running_requests is not None else 0
+    if not fixed:
+        return Solver(problem, budget_bytes).solve()
+    _charge_requests(problem, budget_bytes, fixed)
+    pinned = {REQUESTS: fixed}
+    solution = Solver(problem, budget_bytes, pinned).solve()
+    if solution.tokens < 2 * fixed:
+        fewer = max(1, min(fixed, solution.tokens // 2))
+        solution = Solver(problem, budget_bytes, {REQUESTS: fewer}).solve()
+        warnings.append(
+            f"max_running_requests: {fixed} asked for, {fewer} fit, since each needs 2 of the "
+            f"{solution.tokens} tokens; a larger budget or a narrower kv_cache_dtype raises it"
+        )
+    return solution
+
+
+def _charge_requests(problem: Problem, budget_bytes: int, requests: int) -> None:
+    """Refuse a limit that the user fixed if its tables do not fit beside one page per request."""
+
+    def needed(count: int) -> int:
+        tokens = count * problem.page_size
+        if problem.cap_tokens is not None:
+            tokens = min(tokens, problem.cap_tokens)
+        return Solver(problem, budget_bytes, {REQUESTS: count}).nbytes(tokens)
+
+    tables = sum(
+        buffer_nbytes(b, requests, problem.granularity_bytes)
+        for b in problem.buffers
+        if b.space == REQUESTS and b.memory == "device"
+    )
+    if not tables or needed(requests) <= budget_bytes:
+        return
+    fits = largest(lambda count: needed(count) <= budget_bytes, 0, requests)
+    raise BudgetError(
+        f"max_running_requests={requests} needs {needed(requests):,} bytes with one page per request "
+        f"({tables:,} of them request tables), but the budget is {budget_bytes:,} bytes; "
+        + (f"max_running_requests={fits} fits" if fits else "not one request fits"),
+        needed_bytes=needed(requests),
+        budget_bytes=budget_bytes,
+    )
+
+
+def _assemble(
+    outline: Outline,
+    budgets: tuple[Budget, Budget],
+    problem: Problem,
+    solution: Solution,
+    warnings: list[str],
+    cap_tokens: int | None,
+) -> CachePlan:
+    sizes = solution.sizes
+    plans = {choice.name: _buffer_plans(choice, problem, sizes) for choice in outline.choices}
+    tokens = sizes[outline.numbering] if outline.numbering else solution.tokens
+    visible = tokens * outline.parallel.dcp_size
+    limits = find_limits(outline, solution, visible)
+    engine = outline.allocators[-1] if outline.allocators else None
+    in_groups = {choice.name for choice in outline.pools}
+    return CachePlan(
+        outline=outline,
+        budget=budgets[1],
+        asked_budget=budgets[0],
+        max_total_num_tokens=visible,
+        max_running_requests=sizes[REQUESTS],
+        max_request_tokens=limits[2].effective,
+        spaces=sizes,
+        groups=_group_plans(outline, plans),
+        allocator_cls=_ref(engine) if engine else None,
+        request_pool_cls=_ref(outline.request_pool),
+        tables=tuple(plan for name, own in plans.items() if name not in in_groups for plan in own),
+        limits=limits,
+        bytes_per_token=bytes_per_token(problem),
+        costs=find_costs(problem),
+        total_bytes=solution.total_bytes,
+        host_bytes=total_nbytes(problem, sizes, ("host", "pinned")),
+        bound=solution.bound,
+        warnings=(*warnings, *limit_warnings(limits)),
+        cap_tokens=cap_tokens,
+    )
+
+
+def _ref(choice: Any) -> ClassRef:
+    return ClassRef(plugin=choice.plugin, name=choice.cls.__name__)
+
+
+def _buffer_plans(choice: Choice, problem: Problem, sizes: dict[str, int]) -> tuple[BufferPlan, ...]:
+    return tuple(_buffer_plan(buffer, problem, sizes) for buffer in choice.buffers)
+
+
+def _buffer_plan(buffer: Buffer, problem: Problem, sizes: dict[str, int]) -> BufferPlan:
+    count = units(buffer, problem.spaces, sizes)
+    stacked = (len(buffer.layers),) if buffer.stacked else ()
+    return BufferPlan(
+        name=buffer.name,
+        owner=buffer.owner,
+        role=buffer.role,
+        worker=buffer.worker,
+        space=buffer.space,
+        layers=buffer.layers,
+        shape=(*stacked, buffer.rows(count), *buffer.shape),
+        dtype=buffer.dtype,
+        memory=buffer.memory,
+        tensors=buffer.tensors,
+        nbytes=buffer_nbytes(buffer, count, problem.granularity_bytes),
+        is_kv=buffer.is_kv,
+    )
+
+
+def _group_plans(outline: Outline, choices: dict[str, tuple[BufferPlan, ...]]) -> tuple[GroupPlan, ...]:
+    pools = {choice.name: choice for choice in outline.pools}
+    return tuple(
+        GroupPlan(
+            name=group.name,
+            kind=group.kind,
+            space=group.space,
+            worker=group.worker,
+            layers=group.layer_ids,
+            shared=group.shared,
+            pool_cls=_ref(pools[group.name]),
+            buffers=choices[group.name],
+        )
+        for group in outline.groups
+    )

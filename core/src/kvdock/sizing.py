@@ -1,0 +1,265 @@
+"""Budget → sizes: the only solver.
+
+Every size is non-decreasing in the number of tokens `n`, and bytes are a sum of rows times a
+coefficient, so the largest `n` that fits is found by bisection over that sum, exactly: never over the
+budget, never a page short. No hook is called here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from fractions import Fraction
+
+import msgspec
+
+from kvdock.errors import BudgetError, PlanError
+from kvdock.layout import MAX_SLOTS, TOKENS, Buffer, Ratio, Space, Unit, round_up
+
+REQUESTS = "requests"
+
+
+class Problem(msgspec.Struct, frozen=True, kw_only=True):
+    """What is to be sized: spaces in the order in which they follow each other, and every buffer.
+
+    `page_size` is the step of the tokens, `cap_tokens` the most that may be planned (``None``: what the
+    memory holds) with the name of what caps them.
+    """
+
+    spaces: Mapping[str, Space]
+    buffers: tuple[Buffer, ...]
+    page_size: int
+    granularity_bytes: int = 1
+    cap_tokens: int | None = None
+    cap_name: str = "max_total_tokens"
+
+
+class Solution(msgspec.Struct, frozen=True, kw_only=True):
+    """Sizes that fit: the tokens, the usable slots of each space, all device bytes, and what stopped the growth."""
+
+    tokens: int
+    sizes: dict[str, int]
+    total_bytes: int
+    bound: str
+
+
+def ordered(spaces: Mapping[str, Space]) -> dict[str, Space]:
+    """Return the spaces so that each comes after those that its rule follows.
+
+    Raises:
+        PlanError: a rule names a space that does not exist, or spaces follow each other in a circle.
+    """
+    done: dict[str, Space] = {}
+    waiting = dict(spaces)
+    while waiting:
+        ready = [name for name, space in waiting.items() if space.rule.follows() <= done.keys()]
+        if not ready:
+            _refuse_order(waiting, spaces)
+        for name in ready:
+            done[name] = waiting.pop(name)
+    return done
+
+
+def _refuse_order(waiting: Mapping[str, Space], spaces: Mapping[str, Space]) -> None:
+    for name, space in waiting.items():
+        missing = space.rule.follows() - spaces.keys()
+        if missing:
+            raise PlanError(f"space {name!r} follows {sorted(missing)[0]!r}, which no plugin declares")
+    raise PlanError(f"the spaces {', '.join(sorted(waiting))} follow each other in a circle")
+
+
+def units(buffer: Buffer, spaces: Mapping[str, Space], sizes: Mapping[str, int]) -> int:
+    """Return the usable slots or pages that `buffer` counts its rows in; 0 without a space."""
+    if buffer.space is None:
+        return 0
+    size = sizes[buffer.space]
+    return size if buffer.unit is Unit.SLOT else -(-size // spaces[buffer.space].page_size)
+
+
+def buffer_nbytes(buffer: Buffer, count: int, granularity_bytes: int = 1) -> int:
+    """Return the bytes of all tensors of `buffer` with `count` units, each rounded to the granularity."""
+    step = granularity_bytes if buffer.memory == "device" else 1
+    return buffer.tensors * round_up(buffer.tensor_nbytes(count), step)
+
+
+def total_nbytes(problem: Problem, sizes: Mapping[str, int], memory: Iterable[str] = ("device",)) -> int:
+    """Return the bytes of every buffer in `memory` at these sizes."""
+    kinds = frozenset(memory)
+    return sum(
+        buffer_nbytes(buffer, units(buffer, problem.spaces, sizes), problem.granularity_bytes)
+        for buffer in problem.buffers
+        if buffer.memory in kinds
+    )
+
+
+class Solver:
+    """Sizes one problem under one budget; `pinned` fixes the size of spaces whatever their rule says."""
+
+    def __init__(self, problem: Problem, budget_bytes: int, pinned: Mapping[str, int] | None = None) -> None:
+        self.problem = msgspec.structs.replace(problem, spaces=ordered(problem.spaces))
+        self.budget_bytes = budget_bytes
+        self.pinned = dict(pinned or {})
+        self.share_caps = {
+            name: self._share_cap(space) for name, space in self.problem.spaces.items() if space.rule.at_most_share
+        }
+
+    def sizes(self, tokens: int) -> dict[str, int]:
+        """Return the usable slots of every space when `tokens` tokens are planned."""
+        known = {TOKENS: tokens}
+        for name, space in self.problem.spaces.items():
+            known[name] = self.pinned[name] if name in self.pinned else self._size(space, known)
+        del known[TOKENS]
+        return known
+
+    def _size(self, space: Space, known: Mapping[str, int]) -> int:
+        rule = space.rule
+        exact = _times(rule.per_token, known.get(rule.of, 0)) + _times(rule.per_request, known.get(REQUESTS, 0))
+        size = max(rule.at_least, _round(exact + rule.fixed, rule.round, rule.round_to))
+        if rule.at_most is not None:
+            size = min(size, rule.at_most)
+        if rule.at_most_of is not None:
+            size = min(size, _round(_times(rule.at_most_of[1], known[rule.at_most_of[0]]), "down", 1))
+        if space.name in self.share_caps:
+            size = min(size, self.share_caps[space.name])
+        return size
+
+    def _share_cap(self, space: Space) -> int:
+        """Return the largest size whose own device buffers stay within the space's share of the budget."""
+        share = space.rule.at_most_share or (1, 1)
+        own = [b for b in self.problem.buffers if b.space == space.name and b.memory == "device"]
+        allowed = self.budget_bytes * share[0] // share[1]
+
+        def fits(size: int) -> bool:
+            sizes = {space.name: size}
+            spent = sum(
+                buffer_nbytes(b, units(b, self.problem.spaces, sizes), self.problem.granularity_bytes) for b in own
+            )
+            return spent <= allowed
+
+        return max(space.rule.needs, largest(fits, 0, MAX_SLOTS)) if own else MAX_SLOTS
+
+    def nbytes(self, tokens: int) -> int:
+        """Return all device bytes when `tokens` tokens are planned."""
+        return total_nbytes(self.problem, self.sizes(tokens))
+
+    def floor_tokens(self) -> int:
+        """Return the fewest tokens (whole pages) at which every space is of use.
+
+        Raises:
+            PlanError: no number of tokens makes some space large enough.
+        """
+        page = self.problem.page_size
+        pages = smallest(lambda count: not self._lacking(count * page), 1, self._most_pages())
+        if pages is None:
+            name, size, needs = self._lacking(self._most_pages() * page)[0]
+            raise PlanError(
+                f"space {name!r} can have {size} slots at most, but one request needs {needs}; raise the option that "
+                f"limits it ({', '.join(self.problem.spaces[name].options) or 'its plugin sets it'})"
+            )
+        return pages * page
+
+    def _lacking(self, tokens: int) -> list[tuple[str, int, int]]:
+        sizes = self.sizes(tokens)
+        return [
+            (name, sizes[name], space.rule.needs)
+            for name, space in self.problem.spaces.items()
+            if sizes[name] < space.rule.needs
+        ]
+
+    def _most_pages(self) -> int:
+        return (MAX_SLOTS - self.problem.page_size) // self.problem.page_size
+
+    def broken(self, tokens: int) -> str | None:
+        """Return what `tokens` tokens would break: the cap, the numbering, an address limit or the budget."""
+        problem = self.problem
+        if problem.cap_tokens is not None and tokens > problem.cap_tokens:
+            return problem.cap_name
+        sizes = self.sizes(tokens)
+        for name, size in sizes.items():
+            if size > MAX_SLOTS - problem.spaces[name].page_size:
+                return f"numbering of space {name}"
+        for buffer in problem.buffers:
+            limit = buffer.max_tensor_bytes
+            if limit is not None and buffer.tensor_nbytes(units(buffer, problem.spaces, sizes)) > limit:
+                return f"addressing limit of buffer {buffer.name} ({limit:,} bytes a tensor)"
+        return "budget" if total_nbytes(problem, sizes) > self.budget_bytes else None
+
+    def solve(self) -> Solution:
+        """Return the largest sizes that break nothing.
+
+        Raises:
+            BudgetError: the smallest plan that is of use needs more than the budget; gives both.
+            PlanError: the cap or an address limit lies below that smallest plan.
+        """
+        page, floor = self.problem.page_size, self.floor_tokens()
+        broken = self.broken(floor)
+        if broken is not None:
+            self._refuse(floor, broken)
+        pages = largest(lambda count: self.broken(count * page) is None, floor // page, self._most_pages())
+        tokens = pages * page
+        sizes = self.sizes(tokens)
+        return Solution(
+            tokens=tokens,
+            sizes=sizes,
+            total_bytes=total_nbytes(self.problem, sizes),
+            bound=self.broken(tokens + page) or f"numbering of {MAX_SLOTS:,} slots",
+        )
+
+    def _refuse(self, floor: int, broken: str) -> None:
+        if broken == "budget":
+            needed = self.nbytes(floor)
+            raise BudgetError(
+                f"the smallest cache that serves one request ({floor} tokens) needs {needed:,} bytes, "
+                f"but the budget is {self.budget_bytes:,} bytes",
+                needed_bytes=needed,
+                budget_bytes=self.budget_bytes,
+            )
+        limit = f"{broken}={self.problem.cap_tokens}" if broken == self.problem.cap_name else f"the {broken}"
+        raise PlanError(f"{limit} is below the {floor} tokens that one request needs; give at least {floor}")
+
+
+def largest(fits: Callable[[int], bool], low: int, high: int) -> int:
+    """Return the largest value in ``low … high`` that fits; `low` is taken to fit, and fitting to end once."""
+    step = 1
+    while low + step <= high and fits(low + step):
+        low += step
+        step *= 2
+    high = min(high, low + step - 1)
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
+
+
+def smallest(holds: Callable[[int], bool], low: int, high: int) -> int | None:
+    """Return the smallest value in ``low … high`` for which `holds`, which never ends once begun; or ``None``."""
+    step = 0
+    while low + step < high and not holds(low + step):
+        step = 2 * step + 1
+    high = min(high, low + step)
+    if not holds(high):
+        return None
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if holds(middle) else (middle + 1, high)
+    return low
+
+
+def _times(ratio: Ratio, count: int) -> Fraction:
+    return Fraction(ratio[0] * count, ratio[1])
+
+
+def _round(value: Fraction | int, direction: str, step: int) -> int:
+    whole = Fraction(value) / step
+    return (
+        int(-(-whole.numerator // whole.denominator) if direction == "up" else whole.numerator // whole.denominator)
+        * step
+    )
+
+
+def token_factors(spaces: Mapping[str, Space]) -> dict[str, Fraction]:
+    """Return how many slots of each space one more token takes, rounding and caps left aside."""
+    factors = {TOKENS: Fraction(1)}
+    for name, space in ordered(spaces).items():
+        factors[name] = Fraction(*space.rule.per_token) * factors.get(space.rule.of, Fraction(0))
+    del factors[TOKENS]
+    return factors

@@ -1,0 +1,153 @@
+import json
+from fractions import Fraction
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kvdock import dtypes
+from kvdock.builtin import BUILTINS
+from kvdock.device import DeviceInfo
+from kvdock.edge import read_models
+from kvdock.layout import Buffer
+from kvdock.options import make_options, make_parallelism
+from kvdock.outline import draw_outline
+from kvdock.plugins.loading import Registry
+from kvdock.sizing import Problem, Solver
+
+CASES = {
+    case["name"]: case
+    for case in json.loads((Path(__file__).parent / "cases.json").read_text(encoding="utf-8"))["cases"]
+}
+COUNTS_DIFFER = {
+    "gpt-oss-120b-pp2-rank0": "the engine's first stage owns one layer too many, which lowers the shared minimum",
+    "generic-hybrid-swa-v-head-dim-64": "the engine builds sliding values with head_dim instead of v_head_dim",
+    "gpt-oss-20b-chunk-cap-max-total-tokens": "the engine's sliding pool has 20,001 slots, which is no whole page of 64",
+}
+SHAPES_DIFFER = frozenset({"gpt-oss-120b-pp2-rank0", "generic-hybrid-swa-v-head-dim-64"})
+EVERY_LAYER_FULL = frozenset({"gemma-2-9b", "mistral-7b-v0.1-sliding-window", "gpt-oss-20b-disable-hybrid-swa-memory"})
+DEVICE = DeviceInfo(device_type="cpu", name="oracle", total_bytes=2**40, free_before_load_bytes=2**40, free_bytes=2**40)
+SAME_NAME = (
+    "page_size",
+    "kv_cache_dtype",
+    "max_total_tokens",
+    "max_running_requests",
+    "context_length",
+    "chunked_prefill_size",
+    "speculative_algorithm",
+    "speculative_num_steps",
+    "speculative_num_draft_tokens",
+)
+
+
+def outline_of(case):
+    given = case["options"]
+    values = {name: given[name] for name in SAME_NAME if name in given}
+    values["speculative_topk"] = given.get("speculative_eagle_topk")
+    values["prefix_cache"] = not given.get("disable_radix_cache", False)
+    if case["name"] in EVERY_LAYER_FULL:
+        values["hybrid_swa"] = "off"
+    if "draft_hf_config" in case:
+        values["draft"] = case["draft_hf_config"]
+    attn_dp = given.get("attn_dp", 1)
+    parallel = make_parallelism(
+        {
+            "tp_size": given.get("tp", 1),
+            "pp_size": given.get("pp", 1),
+            "pp_rank": given.get("pp_rank", 0),
+            "dp_size": attn_dp,
+            "dp_attention": attn_dp > 1,
+        }
+    )
+    registry = Registry()
+    for name, plugin in BUILTINS:
+        registry.add(plugin, name=name)
+    options = make_options(values)
+    models = read_models(case["hf_config"], options, registry)
+    return draw_outline(models, DEVICE, options, parallel, registry)
+
+
+def budget_of(case):
+    given = case["options"]
+    if "budget_bytes" in given:
+        return given["budget_bytes"]
+    slack = Fraction(str(given["pre_model_load_gb"])) * (1 - Fraction(str(given["mem_fraction_static"])))
+    return int((Fraction(str(given["available_gb"])) - slack) * 2**30)
+
+
+def engine_buffers(outline):
+    """The engine's charge: KV alone, without padding, and drafts at the target's size per layer."""
+    target = [
+        msgspec.structs.replace(buffer, guard=0)
+        for buffer in outline.buffers
+        if buffer.is_kv and buffer.worker == "target"
+    ]
+    drafts = sum(len(model.layers) for model in outline.models[1:])
+    if not drafts:
+        return target
+    full = [b for b in target if b.space == "full"]
+    cell = sum(b.row_nbytes * len(b.layers) for b in full)
+    charged = sum(b.row_nbytes for b in full) * drafts
+    if "swa" not in outline.spaces:
+        charged = int(cell * (1 + drafts / len(outline.model.layers))) - cell
+    extra = Buffer(name="draft", role="draft", space="full", shape=(charged,), dtype="uint8", guard=0)
+    return [*target, extra]
+
+
+def engine_sizes(case, outline):
+    spaces = dict(outline.spaces)
+    rule = msgspec.structs.replace(spaces["requests"].rule, at_most_share=None)
+    spaces["requests"] = msgspec.structs.replace(spaces["requests"], rule=rule)
+    cap = case["options"].get("max_total_tokens")
+    if case["options"].get("pp", 1) > 1:
+        cap = case["result"]["max_total_num_tokens"]  # the ranks' agreed minimum
+    problem = Problem(
+        spaces=spaces,
+        buffers=tuple(engine_buffers(outline)),
+        page_size=outline.options.values.page_size,
+        cap_tokens=cap,
+    )
+    return Solver(problem, budget_of(case)).solve()
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in COUNTS_DIFFER])
+def test_counts_are_the_engines(name):
+    case = CASES[name]
+    solution = engine_sizes(case, outline_of(case))
+    result = case["result"]
+    assert solution.sizes.get("full", solution.sizes.get("swa")) == result["max_total_num_tokens"]
+    assert solution.sizes["requests"] == result["max_running_requests"]
+    if result["swa_max_total_num_tokens"] is not None:
+        assert solution.sizes["swa"] == result["swa_max_total_num_tokens"]
+
+
+@pytest.mark.parametrize("name", sorted(COUNTS_DIFFER))
+def test_the_named_differences_are_still_there(name):
+    case = CASES[name]
+    solution = engine_sizes(case, outline_of(case))
+    result = case["result"]
+    theirs = (result["max_total_num_tokens"], result["swa_max_total_num_tokens"])
+    assert (solution.sizes["full"], solution.sizes["swa"]) != theirs
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in SHAPES_DIFFER])
+def test_tensor_shapes_are_the_engines(name):
+    case = CASES[name]
+    outline = outline_of(case)
+    ours = sorted(
+        (buffer.tensors, list(buffer.shape), dtypes.find(buffer.dtype).storage)
+        for buffer in outline.buffers
+        if buffer.is_kv and buffer.worker == "target"
+    )
+    theirs = sorted(
+        (tensor["tensors"], tensor["shape"][1:], dtypes.find(tensor["dtype"]).storage)
+        for tensor in case["result"]["kv_pool"].values()
+    )
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_request_tables_are_as_wide_as_the_engines(name):
+    case = CASES[name]
+    (table,) = [buffer for buffer in outline_of(case).buffers if buffer.name == "req_to_token"]
+    assert table.shape == (case["result"]["req_to_token"][1],)
