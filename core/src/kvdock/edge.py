@@ -131,11 +131,7 @@ def _read(source: Any, registry: Registry, role: str) -> tuple[ModelSpec, Mappin
 def _drafts(config: Mapping[str, Any] | None, options: CacheOptions, registry: Registry) -> tuple[ModelSpec, ...]:
     """Return the models that draft: the one that is given, or the extra layers of the target's own config."""
     algorithm = options.speculative_algorithm
-    if algorithm is None:
-        if options.draft is not None:
-            raise PlanError("a draft model is given, but no speculative_algorithm; give one, for example EAGLE")
-        return ()
-    if algorithm.upper() in KV_FREE_ALGORITHMS:
+    if algorithm is None or algorithm.upper() in KV_FREE_ALGORITHMS:
         return ()
     if options.draft is not None:
         return (_read(options.draft, registry, "draft")[0],)

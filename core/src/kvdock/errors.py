@@ -61,3 +61,9 @@ def nearest(name: str, known: Iterable[str]) -> str:
     names = sorted(known)
     match = difflib.get_close_matches(name, names, n=1, cutoff=0.5) or [k for k in names if name and k.startswith(name)]
     return f"; did you mean {match[0]!r}?" if match else ""
+
+
+def printable(text: str, limit: int = 200) -> str:
+    """Return `text` safe for a terminal: control characters replaced, cut after `limit` characters."""
+    shown = "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text[:limit])
+    return shown if len(text) <= limit else f"{shown}…"

@@ -76,6 +76,7 @@ PLANNER_OPTIONS = frozenset(
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
     """A class that a plan chose: for what (`name`), by which plugin, and the buffers that it declares."""
 
+    cls: type[Planned]
     name: str
     plugin: str
     buffers: tuple[Buffer, ...]
@@ -207,6 +208,7 @@ def resolve_options(
             values[name], sources[name] = DEFAULTS[name], "default"
     options = CacheOptions(**values)
     _check_context(model, options)
+    _check_speculation(given)
     _check_plugin_options(options, registry)
     return ResolvedOptions(values=options, sources=sources), decisions
 
@@ -218,6 +220,16 @@ def _check_context(model: ModelSpec, options: CacheOptions) -> None:
             f"context_length={asked} is above the model's {model.context_length}; "
             f"give at most {model.context_length}, or allow_longer_context=true"
         )
+
+
+def _check_speculation(given: CacheOptions) -> None:
+    alone = [
+        name
+        for name in ("speculative_num_steps", "speculative_topk", "speculative_num_draft_tokens", "draft")
+        if getattr(given, name) is not None
+    ]
+    if alone and given.speculative_algorithm is None:
+        raise PlanError(f"{', '.join(alone)} without speculative_algorithm has no effect; give one, for example EAGLE")
 
 
 def _check_plugin_options(options: CacheOptions, registry: Registry) -> None:
@@ -245,10 +257,10 @@ class _Builder:
         self.base = Query(model=models[0], options=options, parallel=parallel, device=device)
         self.decisions: list[Decision] = []
 
-    def query(self, kind: type[Any], worker: str = TARGET, **fields: Any) -> Any:
+    def query(self, query_type: type[Any], worker: str = TARGET, **fields: Any) -> Any:
         """Return a query of a worker with the fields that all queries hold."""
         base = self.base
-        return kind(
+        return query_type(
             model=self.models[self.workers().index(worker)],
             options=base.options,
             parallel=base.parallel,
@@ -333,7 +345,7 @@ class _Builder:
         issued = [space for space in spaces.values() if space.issued_by == "allocator"]
         choices = [self._allocator(groups, spaces, (space,), {}) for space in issued]
         if len(issued) > 1:
-            inner = {choice.name: choice.cls for choice in choices}
+            inner = {choice.query.spaces[0].name: choice.cls for choice in choices}
             choices.append(self._allocator(groups, spaces, tuple(issued), inner))
         return tuple(choices)
 
@@ -348,8 +360,8 @@ class _Builder:
         asked = features_asked(query, "allocator")
         cls, decision = resolve.allocator_cls(self.registry, query, asked, self.prefer)
         self.decisions.append(decision)
-        name = "+".join(space.name for space in issued)
-        buffers = _declared(cls, query, f"allocator {name}", TARGET, spaces)
+        name = f"allocator {'+'.join(space.name for space in issued)}"
+        buffers = _declared(cls, query, name, TARGET, spaces)
         return AllocatorChoice(name=name, plugin=decision.plugin, query=query, cls=cls, buffers=buffers)
 
     def choose_request_pool(self, groups: tuple[LayerGroup, ...], spaces: dict[str, Space]) -> RequestChoice:
@@ -398,7 +410,7 @@ def _read_options(outline: Outline) -> frozenset[str]:
     read = set(PLANNER_OPTIONS | ENGINE_FACTS | FEATURE_OPTIONS)
     for space in outline.spaces.values():
         read.update(space.options)
-    for choice in (outline.request_pool, *outline.allocators, *outline.pools, *outline.routers.values()):
+    for choice in outline.choices:
         read |= choice.cls.options
     if any(layer.window_tokens is not None for model in outline.models for layer in model.layers):
         read.add("hybrid_swa")

@@ -301,11 +301,11 @@ def _solve(problem: Problem, budget_bytes: int, outline: Outline, warnings: list
     fixed = rule.fixed if outline.given.max_running_requests is not None else 0
     if not fixed:
         return Solver(problem, budget_bytes).solve()
-    _charge_requests(problem, budget_bytes, fixed)
-    pinned = {REQUESTS: fixed}
-    solution = Solver(problem, budget_bytes, pinned).solve()
+    charge = _Charge(problem, budget_bytes)
+    charge.refuse_tables(fixed)
+    solution = Solver(problem, budget_bytes, {REQUESTS: fixed}).solve()
     if solution.tokens < 2 * fixed:
-        fewer = max(1, min(fixed, solution.tokens // 2))
+        fewer = max(1, charge.served(fixed))
         solution = Solver(problem, budget_bytes, {REQUESTS: fewer}).solve()
         warnings.append(
             f"max_running_requests: {fixed} asked for, {fewer} fit, since each needs 2 of the "
@@ -314,30 +314,48 @@ def _solve(problem: Problem, budget_bytes: int, outline: Outline, warnings: list
     return solution
 
 
-def _charge_requests(problem: Problem, budget_bytes: int, requests: int) -> None:
-    """Refuse a limit that the user fixed if its tables do not fit beside one page per request."""
+class _Charge:
+    """What a number of requests that the user fixed takes, tables in full."""
 
-    def needed(count: int) -> int:
-        tokens = count * problem.page_size
-        if problem.cap_tokens is not None:
-            tokens = min(tokens, problem.cap_tokens)
-        return Solver(problem, budget_bytes, {REQUESTS: count}).nbytes(tokens)
+    def __init__(self, problem: Problem, budget_bytes: int) -> None:
+        self.problem = problem
+        self.budget_bytes = budget_bytes
 
-    tables = sum(
-        buffer_nbytes(b, requests, problem.granularity_bytes)
-        for b in problem.buffers
-        if b.space == REQUESTS and b.memory == "device"
-    )
-    if not tables or needed(requests) <= budget_bytes:
-        return
-    fits = largest(lambda count: needed(count) <= budget_bytes, 0, requests)
-    raise BudgetError(
-        f"max_running_requests={requests} needs {needed(requests):,} bytes with one page per request "
-        f"({tables:,} of them request tables), but the budget is {budget_bytes:,} bytes; "
-        + (f"max_running_requests={fits} fits" if fits else "not one request fits"),
-        needed_bytes=needed(requests),
-        budget_bytes=budget_bytes,
-    )
+    def nbytes(self, requests: int, tokens_each: int) -> int:
+        """Return all bytes with `requests` rows and `tokens_each` tokens for each, in whole pages."""
+        tokens = round_up(requests * tokens_each, self.problem.page_size)
+        if self.problem.cap_tokens is not None:
+            tokens = min(tokens, self.problem.cap_tokens)
+        return Solver(self.problem, self.budget_bytes, {REQUESTS: requests}).nbytes(tokens)
+
+    def served(self, limit: int) -> int:
+        """Return the most requests up to `limit` that have 2 tokens each."""
+        if self.problem.cap_tokens is not None:
+            limit = min(limit, self.problem.cap_tokens // 2)
+        return largest(lambda count: self.nbytes(count, 2) <= self.budget_bytes, 0, limit)
+
+    def refuse_tables(self, requests: int) -> None:
+        """Refuse a limit whose tables do not fit beside one page per request.
+
+        Raises:
+            BudgetError: always then; gives the bytes and the number that fits.
+        """
+        tables = sum(
+            buffer_nbytes(b, requests, self.problem.granularity_bytes)
+            for b in self.problem.buffers
+            if b.space == REQUESTS and b.memory == "device"
+        )
+        needed = self.nbytes(requests, self.problem.page_size)
+        if not tables or needed <= self.budget_bytes:
+            return
+        fits = self.served(requests)
+        raise BudgetError(
+            f"max_running_requests={requests} needs {needed:,} bytes with one page per request "
+            f"({tables:,} of them request tables), but the budget is {self.budget_bytes:,} bytes; "
+            + (f"max_running_requests={fits} fits" if fits else "not one request fits"),
+            needed_bytes=needed,
+            budget_bytes=self.budget_bytes,
+        )
 
 
 def _assemble(

@@ -186,12 +186,17 @@ class Solver:
     def solve(self) -> Solution:
         """Return the largest sizes that break nothing.
 
+        Where the smallest plan does not fit, the spaces that only take a share of the budget are held at
+        what they need, so that a larger budget never serves less than a smaller one.
+
         Raises:
             BudgetError: the smallest plan that is of use needs more than the budget; gives both.
             PlanError: the cap or an address limit lies below that smallest plan.
         """
         page, floor = self.problem.page_size, self.floor_tokens()
         broken = self.broken(floor)
+        if broken == "budget" and (modest := self._modest()) is not None:
+            return modest.solve()
         if broken is not None:
             self._refuse(floor, broken)
         pages = largest(lambda count: self.broken(count * page) is None, floor // page, self._most_pages())
@@ -203,6 +208,12 @@ class Solver:
             total_bytes=total_nbytes(self.problem, sizes),
             bound=self.broken(tokens + page) or f"numbering of {MAX_SLOTS:,} slots",
         )
+
+    def _modest(self) -> Solver | None:
+        """Return a solver whose spaces with a share have what they need and no more; ``None`` without any."""
+        needs = {name: self.problem.spaces[name].rule.needs for name in self.share_caps}
+        needs = {name: size for name, size in needs.items() if name not in self.pinned}
+        return Solver(self.problem, self.budget_bytes, {**self.pinned, **needs}) if needs else None
 
     def _refuse(self, floor: int, broken: str) -> None:
         if broken == "budget":
