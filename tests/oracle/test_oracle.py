@@ -48,7 +48,7 @@ def outline_of(case):
     values["prefix_cache"] = not given.get("disable_radix_cache", False)
     if case["name"] in EVERY_LAYER_FULL:
         values["hybrid_swa"] = "off"
-    if "draft_hf_config" in case:
+    if case.get("draft_hf_config", case["hf_config"]) != case["hf_config"]:  # else the target's own extra layers draft
         values["draft"] = case["draft_hf_config"]
     attn_dp = given.get("attn_dp", 1)
     parallel = make_parallelism(
@@ -64,7 +64,7 @@ def outline_of(case):
     for name, plugin in BUILTINS:
         registry.add(plugin, name=name)
     options = make_options(values)
-    models = read_models(case["hf_config"], options, registry)
+    models, _ = read_models(case["hf_config"], options, registry)
     return draw_outline(models, DEVICE, options, parallel, registry)
 
 

@@ -9,6 +9,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+
 from kvdock.device import DeviceInfo
 from kvdock.errors import PlanError
 from kvdock.families.config import load_config
@@ -18,6 +20,7 @@ from kvdock.planner import CachePlan, plan_from
 from kvdock.plugins import report, resolve
 from kvdock.plugins.loading import Registry
 from kvdock.plugins.report import Row
+from kvdock.plugins.resolve import Decision
 from kvdock.queries import ModelQuery
 from kvdock.startup import candidates, installed
 
@@ -56,8 +59,9 @@ def plan(
     sizes = make_parallelism(parallel)
     registry = registry if registry is not None else _registry_for(device, chosen)
     info = find_device(device, registry, budget_bytes)
-    models = read_models(model, chosen, registry)
-    return plan_from(models, info, chosen, sizes, registry, budget_bytes=budget_bytes, weights_bytes=weights_bytes)
+    models, read_by = read_models(model, chosen, registry)
+    made = plan_from(models, info, chosen, sizes, registry, budget_bytes=budget_bytes, weights_bytes=weights_bytes)
+    return msgspec.structs.replace(made, read_by=read_by)
 
 
 def _registry_for(device: str | DeviceInfo | None, options: CacheOptions) -> Registry:
@@ -113,37 +117,41 @@ def live_accelerators(registry: Registry) -> list[DeviceInfo]:
     return found
 
 
-def read_models(model: Model, options: CacheOptions, registry: Registry) -> tuple[ModelSpec, ...]:
-    """Return the target model and its drafts."""
+def read_models(
+    model: Model, options: CacheOptions, registry: Registry
+) -> tuple[tuple[ModelSpec, ...], tuple[Decision, ...]]:
+    """Return the target model and its drafts, and who read each of them."""
     if isinstance(model, ModelSpec):
-        target, config = model, None
-    else:
-        target, config = _read(model, registry, "target")
-    return (target, *_drafts(config, options, registry))
+        drafts = _read_drafts(None, options, registry)
+        return (model, *(spec for spec, _ in drafts)), tuple(decision for _, decision in drafts)
+    name, config = load_config(model)
+    read = [_ask(config, registry, "target", name), *_read_drafts(config, options, registry)]
+    return tuple(spec for spec, _ in read), tuple(decision for _, decision in read)
 
 
-def _read(source: Any, registry: Registry, role: str) -> tuple[ModelSpec, Mapping[str, Any]]:
-    name, config = load_config(source)
-    spec, _ = resolve.read_model(registry, ModelQuery(config=config, role=role, name=name))
-    return spec, config
+def _ask(config: Mapping[str, Any], registry: Registry, role: str, name: str) -> tuple[ModelSpec, Decision]:
+    return resolve.read_model(registry, ModelQuery(config=config, role=role, name=name))
 
 
-def _drafts(config: Mapping[str, Any] | None, options: CacheOptions, registry: Registry) -> tuple[ModelSpec, ...]:
+def _read_drafts(
+    config: Mapping[str, Any] | None, options: CacheOptions, registry: Registry
+) -> list[tuple[ModelSpec, Decision]]:
     """Return the models that draft: the one that is given, or the extra layers of the target's own config."""
     algorithm = options.speculative_algorithm
     if algorithm is None or algorithm.upper() in KV_FREE_ALGORITHMS:
-        return ()
+        return []
     if options.draft is not None:
-        return (_read(options.draft, registry, "draft")[0],)
+        name, draft = load_config(options.draft)
+        return [_ask(draft, registry, "draft", name)]
+    advice = "give draft=path/to/config.json"
     if config is None:
-        raise PlanError(f"speculative_algorithm={algorithm!r} needs a draft model; give draft=path/to/config.json")
+        raise PlanError(f"speculative_algorithm={algorithm!r} needs a draft model; {advice}")
     try:
-        query = ModelQuery(config=config, role="mtp", name="")
-        return (resolve.read_model(registry, query)[0],)
+        return [_ask(config, registry, "mtp", "")]
     except PlanError as error:
         raise PlanError(
             f"speculative_algorithm={algorithm!r} needs a draft model, and the target's config brings none ({error}); "
-            "give draft=path/to/config.json"
+            f"{advice}"
         ) from error
 
 

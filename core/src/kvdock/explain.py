@@ -74,14 +74,19 @@ def _budget(plan: CachePlan) -> Iterator[str]:
 
 
 def _options(plan: CachePlan) -> Iterator[str]:
+    defaults = []
     for name in CacheOptions.__struct_fields__:
         source = plan.options.sources.get(name)
-        if source is not None:
-            yield f"{name} = {getattr(plan.options.values, name)} ({source})"
+        text = f"{name} = {getattr(plan.options.values, name)}"
+        if source == "default":
+            defaults.append(text)
+        elif source is not None:
+            yield f"{text} ({source})"
+    yield f"defaults: {', '.join(defaults)}"
 
 
 def _decisions(plan: CachePlan) -> Iterator[str]:
-    for decision in plan.outline.decisions:
+    for decision in (*plan.read_by, *plan.outline.decisions):
         yield from decision_lines(decision)
 
 

@@ -8,6 +8,7 @@ transfer and the report all read these structs and nothing else.
 from __future__ import annotations
 
 import enum
+import functools
 import math
 from collections.abc import Mapping
 from typing import Literal
@@ -123,6 +124,12 @@ class Space(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             raise PlanError(f"space {self.name!r} follows itself; its rule must name another space or 'tokens'")
 
 
+@functools.lru_cache(maxsize=1024)
+def _row_nbytes(shape: tuple[int, ...], dtype: str, align: int) -> int:
+    """Return the bytes of one row; asked for at every step of the solver, so remembered."""
+    return round_up(dtypes.packed_nbytes(math.prod(shape), dtype), align)
+
+
 class Buffer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A tensor whose rows are counted in slots or pages of one space, or fixed.
 
@@ -171,7 +178,7 @@ class Buffer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     @property
     def row_nbytes(self) -> int:
         """Bytes of one row of one layer."""
-        return round_up(dtypes.packed_nbytes(math.prod(self.shape), self.dtype), self.row_bytes_align)
+        return _row_nbytes(self.shape, self.dtype, self.row_bytes_align)
 
     @property
     def tensors(self) -> int:

@@ -25,11 +25,11 @@ from kvdock.sizing import (
     largest,
     token_factors,
     total_nbytes,
-    units,
 )
 
 if TYPE_CHECKING:
     from kvdock.plugins.loading import Registry
+    from kvdock.plugins.resolve import Decision
 
 
 class ClassRef(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,6 +96,8 @@ class CachePlan(msgspec.Struct, frozen=True, kw_only=True):
     bound: str
     warnings: tuple[str, ...]
     cap_tokens: int | None = None
+    read_by: tuple[Decision, ...] = ()
+    """Who read the models' configs; empty for models that were given as they are."""
 
     @property
     def budget_bytes(self) -> int:
@@ -405,7 +407,7 @@ def _buffer_plans(choice: Choice, problem: Problem, sizes: dict[str, int]) -> tu
 
 
 def _buffer_plan(buffer: Buffer, problem: Problem, sizes: dict[str, int]) -> BufferPlan:
-    count = units(buffer, problem.spaces, sizes)
+    count = buffer.units_in(problem.spaces, sizes)
     stacked = (len(buffer.layers),) if buffer.stacked else ()
     return BufferPlan(
         name=buffer.name,

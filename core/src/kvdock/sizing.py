@@ -13,7 +13,7 @@ from fractions import Fraction
 import msgspec
 
 from kvdock.errors import BudgetError, PlanError
-from kvdock.layout import MAX_SLOTS, TOKENS, Buffer, Ratio, Space, Unit, round_up
+from kvdock.layout import MAX_SLOTS, TOKENS, Buffer, SizeRule, Space, round_up
 
 REQUESTS = "requests"
 
@@ -67,14 +67,6 @@ def _refuse_order(waiting: Mapping[str, Space], spaces: Mapping[str, Space]) -> 
     raise PlanError(f"the spaces {', '.join(sorted(waiting))} follow each other in a circle")
 
 
-def units(buffer: Buffer, spaces: Mapping[str, Space], sizes: Mapping[str, int]) -> int:
-    """Return the usable slots or pages that `buffer` counts its rows in; 0 without a space."""
-    if buffer.space is None:
-        return 0
-    size = sizes[buffer.space]
-    return size if buffer.unit is Unit.SLOT else -(-size // spaces[buffer.space].page_size)
-
-
 def buffer_nbytes(buffer: Buffer, count: int, granularity_bytes: int = 1) -> int:
     """Return the bytes of all tensors of `buffer` with `count` units, each rounded to the granularity."""
     step = granularity_bytes if buffer.memory == "device" else 1
@@ -85,7 +77,7 @@ def total_nbytes(problem: Problem, sizes: Mapping[str, int], memory: Iterable[st
     """Return the bytes of every buffer in `memory` at these sizes."""
     kinds = frozenset(memory)
     return sum(
-        buffer_nbytes(buffer, units(buffer, problem.spaces, sizes), problem.granularity_bytes)
+        buffer_nbytes(buffer, buffer.units_in(problem.spaces, sizes), problem.granularity_bytes)
         for buffer in problem.buffers
         if buffer.memory in kinds
     )
@@ -112,12 +104,12 @@ class Solver:
 
     def _size(self, space: Space, known: Mapping[str, int]) -> int:
         rule = space.rule
-        exact = _times(rule.per_token, known.get(rule.of, 0)) + _times(rule.per_request, known.get(REQUESTS, 0))
-        size = max(rule.at_least, _round(exact + rule.fixed, rule.round, rule.round_to))
+        size = max(rule.at_least, _rounded(rule, known.get(rule.of, 0), known.get(REQUESTS, 0)))
         if rule.at_most is not None:
             size = min(size, rule.at_most)
         if rule.at_most_of is not None:
-            size = min(size, _round(_times(rule.at_most_of[1], known[rule.at_most_of[0]]), "down", 1))
+            of, (numerator, denominator) = rule.at_most_of
+            size = min(size, known[of] * numerator // denominator)
         if space.name in self.share_caps:
             size = min(size, self.share_caps[space.name])
         return size
@@ -131,7 +123,7 @@ class Solver:
         def fits(size: int) -> bool:
             sizes = {space.name: size}
             spent = sum(
-                buffer_nbytes(b, units(b, self.problem.spaces, sizes), self.problem.granularity_bytes) for b in own
+                buffer_nbytes(b, b.units_in(self.problem.spaces, sizes), self.problem.granularity_bytes) for b in own
             )
             return spent <= allowed
 
@@ -179,7 +171,7 @@ class Solver:
                 return f"numbering of space {name}"
         for buffer in problem.buffers:
             limit = buffer.max_tensor_bytes
-            if limit is not None and buffer.tensor_nbytes(units(buffer, problem.spaces, sizes)) > limit:
+            if limit is not None and buffer.tensor_nbytes(buffer.units_in(problem.spaces, sizes)) > limit:
                 return f"addressing limit of buffer {buffer.name} ({limit:,} bytes a tensor)"
         return "budget" if total_nbytes(problem, sizes) > self.budget_bytes else None
 
@@ -255,16 +247,13 @@ def smallest(holds: Callable[[int], bool], low: int, high: int) -> int | None:
     return low
 
 
-def _times(ratio: Ratio, count: int) -> Fraction:
-    return Fraction(ratio[0] * count, ratio[1])
-
-
-def _round(value: Fraction | int, direction: str, step: int) -> int:
-    whole = Fraction(value) / step
-    return (
-        int(-(-whole.numerator // whole.denominator) if direction == "up" else whole.numerator // whole.denominator)
-        * step
-    )
+def _rounded(rule: SizeRule, of: int, requests: int) -> int:
+    """Return ``per_token · of + per_request · requests + fixed``, exact, rounded as the rule says."""
+    (token, per), (request, each) = rule.per_token, rule.per_request
+    numerator = token * of * each + request * requests * per + rule.fixed * per * each
+    divisor = per * each * rule.round_to
+    whole = numerator // divisor if rule.round == "down" else -(-numerator // divisor)
+    return whole * rule.round_to
 
 
 def token_factors(spaces: Mapping[str, Space]) -> dict[str, Fraction]:
