@@ -12,6 +12,9 @@ from kvdock.model import LayerSpec, MHAParams, MLAParams, ModelSpec
 from kvdock.plugins.loading import Registry
 
 GIB = 2**30
+IDLE = DeviceInfo(
+    device_type="cpu", name="idle", total_bytes=2**40, free_before_load_bytes=2**40, free_bytes=2**40
+)
 
 
 def core_registry():
@@ -31,7 +34,7 @@ def model(layers, *, context=131_072, dtype="bfloat16"):
     )
 
 
-def plan(layers, *, budget=GIB, options=None, context=131_072, parallel=None, device="cpu", **fields):
+def plan(layers, *, budget=GIB, options=None, context=131_072, parallel=None, device=IDLE, **fields):
     return kvdock.plan(
         model(layers, context=context),
         device=device,
