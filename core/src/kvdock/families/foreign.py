@@ -48,6 +48,7 @@ NAMES = frozenset(
         "sparse_config",
         "state_size",
         "use_cla",
+        "zero_expert_num",
     }
 )
 

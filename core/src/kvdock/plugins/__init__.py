@@ -1,0 +1,1 @@
+"""Plugins: found without importing them, loaded or quarantined, asked hook by hook, and reported."""

@@ -1,0 +1,1 @@
+"""What plugin authors test with: mock plugins, fixtures and conformance suites, shipped in the wheel."""

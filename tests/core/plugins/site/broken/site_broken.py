@@ -1,0 +1,3 @@
+import vendor_sdk_that_is_not_installed
+
+kvdock_contract = vendor_sdk_that_is_not_installed.CONTRACT

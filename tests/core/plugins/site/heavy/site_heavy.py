@@ -1,0 +1,1 @@
+raise AssertionError("hardware that nobody asked for must not be imported")

@@ -1,0 +1,1 @@
+raise AssertionError("a plugin with a reserved name must not be imported")

@@ -1,0 +1,1 @@
+raise AssertionError("one of two plugins of one name must not be imported")
