@@ -1,6 +1,5 @@
 import msgspec
 import pytest
-
 from kvdock import dtypes
 from kvdock.device import DeviceInfo
 from kvdock.errors import PlanError

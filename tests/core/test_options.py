@@ -1,6 +1,5 @@
 import msgspec
 import pytest
-
 from kvdock.errors import PlanError
 from kvdock.options import DEFAULTS, CacheOptions, Parallelism, exact_ratio, make_options, make_parallelism
 

@@ -1,10 +1,9 @@
 """Plans of invented models with round numbers, and the cases that people reported about sizes."""
 
+import kvdock
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-import kvdock
 from kvdock.builtin import BUILTINS
 from kvdock.device import DeviceInfo
 from kvdock.errors import BudgetError, PlanError, UnsupportedCombination
@@ -12,9 +11,7 @@ from kvdock.model import LayerSpec, MHAParams, MLAParams, ModelSpec
 from kvdock.plugins.loading import Registry
 
 GIB = 2**30
-IDLE = DeviceInfo(
-    device_type="cpu", name="idle", total_bytes=2**40, free_before_load_bytes=2**40, free_bytes=2**40
-)
+IDLE = DeviceInfo(device_type="cpu", name="idle", total_bytes=2**40, free_before_load_bytes=2**40, free_bytes=2**40)
 
 
 def core_registry():
@@ -221,7 +218,7 @@ def test_a_request_longer_than_the_pool_is_reported_and_strict_refuses_it():
     made = plan([mha()] * 32, budget=8 * GIB, context=163_840, options={"max_running_requests": 4})
     assert made.max_request_tokens == made.max_total_num_tokens < 163_840
     assert any("context_length=163840" in warning for warning in made.warnings)
-    with pytest.raises(PlanError, match="strict planning refuses warnings.*context_length=163840"):
+    with pytest.raises(PlanError, match=r"strict planning refuses warnings.*context_length=163840"):
         plan([mha()] * 32, budget=8 * GIB, context=163_840, options={"max_running_requests": 4, "strict": True})
 
 

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-
 from kvdock import dtypes
 from kvdock.builtin import BUILTINS
 from kvdock.costs import slot_bytes

@@ -71,7 +71,8 @@ class KVCache:
         self._target = by_worker.get("target")
         self._allocator = allocator
         self._tensors = tuple(tensors)
-        self._evicted: dict[Hashable, tuple[int, int]] = {}
+        self._evicted: dict[Hashable, tuple[int, int, int]] = {}
+        """Request → row, its generation, and the tokens whose sliding slots went back."""
 
     @property
     def token_to_kv_pool(self) -> Pool:
@@ -125,7 +126,7 @@ class KVCache:
         ends = [max(start, end) for start, end in zip(starts, ends, strict=True)]
         self._allocator.free_swa_rows(self.req_to_token_pool.req_to_token, rows, starts, ends)
         for request, row, end in zip(requests, rows, ends, strict=True):
-            self._evicted[request] = (int(self.req_to_token_pool.generation[row]), end)
+            self._evicted[request] = (row, int(self.req_to_token_pool.generation[row]), end)
 
     def release(self, request: Hashable, kept: int = 0) -> None:
         """Free all that a request owns, everywhere: its token slots and its row. A second call does nothing.
@@ -185,8 +186,8 @@ class KVCache:
 
     def _evicted_until(self, request: Hashable, row: int) -> int:
         """Return the tokens whose sliding slots went back since the request got this row."""
-        generation, end = self._evicted.get(request, (0, 0))
-        return end if generation == self.req_to_token_pool.generation[row] else 0
+        held, generation, end = self._evicted.get(request, (0, 0, 0))
+        return end if (held, generation) == (row, self.req_to_token_pool.generation[row]) else 0
 
 
 def build(

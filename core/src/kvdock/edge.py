@@ -94,7 +94,7 @@ def find_device(device: str | DeviceInfo | None, registry: Registry, budget_byte
             free_bytes=budget_bytes,
             source="the given budget",
         )
-    live = live_accelerators(registry)
+    live = [info for _, info in resolve.live_devices(registry)]
     if len(live) == 1:
         return live[0]
     found = (
@@ -106,17 +106,6 @@ def find_device(device: str | DeviceInfo | None, registry: Registry, budget_byte
     )
 
 
-def live_accelerators(registry: Registry) -> list[DeviceInfo]:
-    """Return the default live device of each hardware plugin that finds one; the host is none."""
-    found = []
-    for member in registry.members:
-        if member.tier == "hardware":
-            info = resolve.probe(registry, member.name, "")
-            if info is not None:
-                found.append(info)
-    return found
-
-
 def read_models(
     model: Model, options: CacheOptions, registry: Registry
 ) -> tuple[tuple[ModelSpec, ...], tuple[Decision, ...]]:
@@ -125,12 +114,14 @@ def read_models(
         drafts = _read_drafts(None, options, registry)
         return (model, *(spec for spec, _ in drafts)), tuple(decision for _, decision in drafts)
     name, config = load_config(model)
-    read = [_ask(config, registry, "target", name), *_read_drafts(config, options, registry)]
+    read = [_ask(config, options, registry, "target", name), *_read_drafts(config, options, registry)]
     return tuple(spec for spec, _ in read), tuple(decision for _, decision in read)
 
 
-def _ask(config: Mapping[str, Any], registry: Registry, role: str, name: str) -> tuple[ModelSpec, Decision]:
-    return resolve.read_model(registry, ModelQuery(config=config, role=role, name=name))
+def _ask(
+    config: Mapping[str, Any], options: CacheOptions, registry: Registry, role: str, name: str
+) -> tuple[ModelSpec, Decision]:
+    return resolve.read_model(registry, ModelQuery(config=config, role=role, name=name), options.prefer or ())
 
 
 def _read_drafts(
@@ -142,12 +133,12 @@ def _read_drafts(
         return []
     if options.draft is not None:
         name, draft = load_config(options.draft)
-        return [_ask(draft, registry, "draft", name)]
+        return [_ask(draft, options, registry, "draft", name)]
     advice = "give draft=path/to/config.json"
     if config is None:
         raise PlanError(f"speculative_algorithm={algorithm!r} needs a draft model; {advice}")
     try:
-        return [_ask(config, registry, "mtp", "")]
+        return [_ask(config, options, registry, "mtp", "draft layers")]
     except PlanError as error:
         raise PlanError(
             f"speculative_algorithm={algorithm!r} needs a draft model, and the target's config brings none ({error}); "

@@ -56,7 +56,11 @@ class DSAParams(LayerParams, frozen=True, kw_only=True):
     index_head_dim: int
 
 
-CORE_PARAMS: Mapping[str, type[LayerParams]] = MappingProxyType({"mha": MHAParams, "mla": MLAParams, "dsa": DSAParams})
+class NoParams(LayerParams, frozen=True, kw_only=True):
+    """The shape of a layer that keeps nothing (kind ``none``)."""
+
+
+CORE_PARAMS: Mapping[str, type[LayerParams]] = MappingProxyType({"mha": MHAParams, "mla": MLAParams, "dsa": DSAParams, "none": NoParams})
 """The shape struct of each kind that core's families produce."""
 
 CORE_KINDS = frozenset({"mha", "mla", "dsa", "sparse_index", "state"})

@@ -196,7 +196,7 @@ def resolve_options(
         PlanError: the context is longer than the model's, or options of an unknown plugin are given.
     """
     query = OptionsQuery(model=model, options=given, parallel=parallel, device=device)
-    offered, decisions = resolve.option_defaults(registry, query)
+    offered, decisions = resolve.option_defaults(registry, query, given.prefer or ())
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
     for name in CacheOptions.__struct_fields__:
@@ -284,7 +284,7 @@ class _Builder:
                 continue
             layers = tuple((layer_id, model.layers[layer_id]) for layer_id in own)
             query = self.query(GroupQuery, worker, layers=layers, target=self.models[0])
-            found, decision = resolve.layer_groups(self.registry, query)
+            found, decision = resolve.layer_groups(self.registry, query, self.prefer)
             self.decisions.append(decision)
             groups += [_own(group, worker) for group in found]
         _refuse_twins("layer group", [group.name for group in groups])
@@ -292,7 +292,7 @@ class _Builder:
 
     def declare_spaces(self, groups: tuple[LayerGroup, ...]) -> dict[str, Space]:
         """Ask for the spaces, once for all workers."""
-        spaces, decisions = resolve.spaces(self.registry, self.query(StateQuery, groups=groups))
+        spaces, decisions = resolve.spaces(self.registry, self.query(StateQuery, groups=groups), self.prefer)
         self.decisions += decisions
         for group in groups:
             if group.space not in spaces:
