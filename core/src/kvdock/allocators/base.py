@@ -71,6 +71,7 @@ class Allocator(Planned, abc.ABC):
         seq_lens_cpu: Sequence[int] | torch.Tensor,
         last_loc: torch.Tensor,
         extend_num_tokens: int,
+        owners: Sequence[Any] | None = None,
     ) -> torch.Tensor | None:
         """Return slots for the tokens ``prefix … seq`` of each request, ``[extend_num_tokens]``.
 
@@ -84,6 +85,7 @@ class Allocator(Planned, abc.ABC):
         seq_lens: torch.Tensor,
         seq_lens_cpu: Sequence[int] | torch.Tensor,
         last_loc: torch.Tensor,
+        owners: Sequence[Any] | None = None,
     ) -> torch.Tensor | None:
         """Return one slot a request, ``[batch]``; `seq_lens` count the new token.
 
@@ -99,9 +101,7 @@ class Allocator(Planned, abc.ABC):
         """Give back pages by number ``[n]``; each at most once."""
 
     @abc.abstractmethod
-    def free_rows(
-        self, table: torch.Tensor, rows: Sequence[int], starts: Sequence[int], ends: Sequence[int]
-    ) -> None:
+    def free_rows(self, table: torch.Tensor, rows: Sequence[int], starts: Sequence[int], ends: Sequence[int]) -> None:
         """Give back the tokens ``starts[i] … ends[i]`` of request rows of `table` ``[rows, columns]``.
 
         A page of which any token is in the range goes back whole, so `starts` are page bounds unless the

@@ -11,19 +11,25 @@ from kvdock.planned import Parts, Planned
 from kvdock.queries import RequestQuery
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
+    from numpy.typing import NDArray
 
 
 class RequestPool(Planned, abc.ABC):
     """Request → row of ``req_to_token`` ``[rows + 1, columns]`` int32; row 0 is padding, never handed out.
 
     A request is named by any hashable id and keeps its row until it is freed (chunked prefill asks
-    again and gets the same row). `generation[row]` counts how often a row was handed out, on the host.
+    again and gets the same row).
     """
 
     req_to_token: torch.Tensor
     size: int
     """Usable rows."""
+    generation: NDArray[np.int64]
+    """How often each row was handed out, on the host."""
+    lengths: NDArray[np.int64]
+    """The largest column end written to each row since it was handed out, on the host."""
 
     def __init__(self, query: RequestQuery, parts: Parts) -> None:
         self.query = query

@@ -1,0 +1,171 @@
+"""Debug mode: who owns which page, kept on the host beside any allocator.
+
+One `Ledger` serves every class. It reads slots back from the device, so it is slow, and exact: a call
+that it refuses has changed nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvdock.errors import SlotError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from numpy.typing import NDArray
+
+    Ints = NDArray[np.int64]
+
+_NEVER, _LIVE, _QUEUED, _FREED = range(4)
+_SHOWN = 8
+"""Slots that a message lists before it stops."""
+
+
+class ThreadGuard:
+    """Refuses calls from any thread but the one that made the first call."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._thread: int | None = None
+
+    def enter(self) -> None:
+        """Note a call.
+
+        Raises:
+            SlotError: another thread called before.
+        """
+        caller = threading.get_ident()
+        if self._thread is None:
+            self._thread = caller
+        if caller != self._thread:
+            raise SlotError(
+                f"{self.name} is owned by thread {self._thread} but called from thread {caller} "
+                f"({threading.current_thread().name}); nothing locks, so call it from one thread"
+            )
+
+
+class Ledger:
+    """Live pages and their owners; finds double frees, foreign slots and repeats inside a call."""
+
+    def __init__(self, name: str, page_size: int, capacity: int) -> None:
+        self.guard = ThreadGuard(name)
+        self.name = name
+        self.page_size = page_size
+        self.reset(capacity)
+
+    def reset(self, capacity: int) -> None:
+        """Forget everything; pages ``1 … capacity`` exist and were never handed out."""
+        import numpy as np
+
+        self._state = np.full(capacity + 1, _NEVER, dtype=np.int8)
+        self._owners: dict[int, Any] = {}
+        self._queued_slots: set[int] = set()
+
+    def take(self, pages: torch.Tensor, owners: Sequence[Any] | None) -> None:
+        """Note pages that were handed out, with an owner each if known."""
+        numbers = _to_host(pages)
+        self._state[numbers] = _LIVE
+        for i, page in enumerate(numbers.tolist()):
+            self._owners[page] = None if owners is None else owners[i]
+
+    def verify(self, pages: torch.Tensor) -> None:
+        """Verify that `pages` can be freed.
+
+        Raises:
+            SlotError: names those that are not live, or appear twice.
+        """
+        numbers = _to_host(pages)
+        self._refuse_unknown(numbers)
+        self._refuse(numbers[self._state[numbers] == _QUEUED], "are freed twice in one free group")
+        self._refuse(_repeated(numbers), "appear twice in one call")
+
+    def verify_slots(self, slots: torch.Tensor) -> None:
+        """Verify that `slots` can be freed; slots of one page may come in several calls of a free group.
+
+        Raises:
+            SlotError: names those that are not live, or appear twice.
+        """
+        numbers = _to_host(slots)
+        self._refuse_unknown(numbers // self.page_size)
+        repeated = _repeated(numbers).tolist()
+        if repeated:
+            raise SlotError(f"{self.name}: slots {_shown(repeated)} appear twice in one call; nothing was freed")
+        again = sorted(self._queued_slots.intersection(numbers.tolist()))
+        if again:
+            raise SlotError(f"{self.name}: slots {_shown(again)} are freed twice in one free group")
+
+    def queue(self, pages: torch.Tensor) -> None:
+        """Note pages that a free group holds, with all their slots."""
+        numbers = _to_host(pages)
+        self._state[numbers] = _QUEUED
+        for page in numbers.tolist():
+            self._queued_slots.update(range(page * self.page_size, (page + 1) * self.page_size))
+
+    def queue_slots(self, slots: torch.Tensor) -> None:
+        """Note slots that a free group holds."""
+        numbers = _to_host(slots)
+        self._state[numbers // self.page_size] = _QUEUED
+        self._queued_slots.update(numbers.tolist())
+
+    def give(self, pages: torch.Tensor) -> None:
+        """Note pages that are free again; their last owners are remembered for messages."""
+        self._state[_to_host(pages)] = _FREED
+
+    def close_group(self) -> None:
+        """Note that the free group is over."""
+        self._queued_slots.clear()
+
+    def verify_live(self, slots: torch.Tensor) -> None:
+        """Verify that `slots` may be written: live, or padding.
+
+        Raises:
+            SlotError: names those that are not.
+        """
+        pages = _to_host(slots) // self.page_size
+        self._refuse_unknown(pages[pages != 0], "written")
+
+    def live_pages(self) -> Ints:
+        """Return the pages that are handed out."""
+        import numpy as np
+
+        live: Ints = np.flatnonzero((self._state == _LIVE) | (self._state == _QUEUED))
+        return live
+
+    def _refuse_unknown(self, pages: Ints, action: str = "freed") -> None:
+        outside = (pages < 1) | (pages >= len(self._state))
+        self._refuse(pages[outside], f"were never handed out but are {action}")
+        state = self._state[pages]
+        self._refuse(pages[state == _NEVER], f"were never handed out but are {action}")
+        what = "are freed twice" if action == "freed" else f"were freed but are {action}"
+        self._refuse(pages[state == _FREED], what)
+
+    def _refuse(self, pages: Ints, what: str) -> None:
+        if not len(pages):
+            return
+        numbers = sorted(set(pages.tolist()))
+        owners = {repr(self._owners[page]) for page in numbers if self._owners.get(page) is not None}
+        named = f" (owner {', '.join(sorted(owners))})" if owners else ""
+        slots = [page * self.page_size for page in numbers]
+        unit = "slots" if self.page_size == 1 else f"pages of {self.page_size} slots from"
+        raise SlotError(f"{self.name}: {unit} {_shown(slots)}{named} {what}; nothing was changed")
+
+
+def _to_host(values: torch.Tensor) -> Ints:
+    import numpy as np
+
+    return values.detach().cpu().numpy().astype(np.int64).reshape(-1)
+
+
+def _repeated(numbers: Ints) -> Ints:
+    import numpy as np
+
+    values, counts = np.unique(numbers, return_counts=True)
+    return values[counts > 1]
+
+
+def _shown(numbers: Sequence[int]) -> str:
+    shown = ", ".join(str(number) for number in numbers[:_SHOWN])
+    return shown if len(numbers) <= _SHOWN else f"{shown} … ({len(numbers)} in all)"

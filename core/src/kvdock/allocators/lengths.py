@@ -1,0 +1,211 @@
+"""Counts that the host already has: lengths of a batch, pages they need, columns of request rows.
+
+Everything here is numpy over host integers, vectorised over the batch; nothing reads the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvdock.errors import SlotError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from numpy.typing import NDArray
+
+    Ints = NDArray[np.int64]
+
+
+def on_host(lens: Sequence[int] | torch.Tensor, name: str) -> Ints:
+    """Return host integers (a list, an array or a CPU tensor) as an int64 array.
+
+    Raises:
+        SlotError: a tensor on another device, whose values the host would have to wait for.
+    """
+    import numpy as np
+
+    device = getattr(lens, "device", None)
+    if device is not None and str(device) != "cpu":
+        raise SlotError(f"{name} is on {device}; give the lengths that the host has: a list or a CPU tensor")
+    return np.asarray(lens, dtype=np.int64).reshape(-1)
+
+
+def to_device(values: NDArray[np.int64], device: torch.device) -> torch.Tensor:
+    """Return host integers as a tensor on `device`, without waiting for it."""
+    import torch
+
+    return torch.from_numpy(values).to(device, non_blocking=True)
+
+
+def pages_of_slots(slots: torch.Tensor, page_size: int) -> torch.Tensor:
+    """Return the page of each slot; pages of one slot are the slots themselves, not a copy.
+
+    A shift takes a seventh of the time of a 64-bit division, and rounds negative slots down as well.
+    """
+    if page_size == 1:
+        return slots
+    shift = page_size.bit_length() - 1
+    pages: torch.Tensor = slots >> shift if page_size == 1 << shift else slots // page_size
+    return pages
+
+
+def distinct(pages: torch.Tensor) -> torch.Tensor:
+    """Return each page once; waits for the device once.
+
+    Slots come mostly page by page, so dropping repeats of neighbours first leaves little to sort. That needs
+    a wait of its own, so it is done only where nothing waits.
+    """
+    import torch
+
+    if pages.device.type == "cpu":
+        pages = torch.unique_consecutive(pages)
+    found: torch.Tensor = torch.unique(pages)
+    return found
+
+
+def pages_of(tokens: Ints, page_size: int) -> Ints:
+    """Return the pages that so many tokens take."""
+    return -(-tokens // page_size)
+
+
+def grown_pages(prefix_lens: Ints, seq_lens: Ints, page_size: int) -> Ints:
+    """Return the new pages of each request that grows from `prefix_lens` to `seq_lens` tokens.
+
+    Raises:
+        SlotError: the lists differ in length, or a prefix is negative or longer than its sequence.
+    """
+    if prefix_lens.shape != seq_lens.shape:
+        raise SlotError(f"{len(prefix_lens)} prefix lengths but {len(seq_lens)} sequence lengths; give one of each")
+    wrong = (prefix_lens < 0) | (prefix_lens > seq_lens)
+    if wrong.any():
+        i = int(wrong.argmax())
+        raise SlotError(
+            f"request {i} of the batch grows from {prefix_lens[i]} to {seq_lens[i]} tokens; "
+            "a prefix is at least 0 and at most the sequence"
+        )
+    return pages_of(seq_lens, page_size) - pages_of(prefix_lens, page_size)
+
+
+def check_extend(prefix_lens: Ints, seq_lens: Ints, extend_num_tokens: int, batch: int) -> None:
+    """Verify what an extend says of itself.
+
+    Raises:
+        SlotError: the tokens do not add up, or the device tensors hold another number of requests.
+    """
+    total = int(seq_lens.sum() - prefix_lens.sum())
+    if total != extend_num_tokens:
+        raise SlotError(f"extend_num_tokens={extend_num_tokens}, but seq_lens_cpu - prefix_lens_cpu add up to {total}")
+    check_batch(seq_lens, batch)
+
+
+def check_batch(lens: Ints, batch: int) -> None:
+    """Verify that host and device speak of the same number of requests.
+
+    Raises:
+        SlotError: they do not.
+    """
+    if len(lens) != batch:
+        raise SlotError(f"seq_lens holds {batch} requests, but seq_lens_cpu {len(lens)}")
+
+
+def decode_starts(seq_lens: Ints, page_size: int) -> NDArray[np.bool_]:
+    """Return which requests start a new page with the token that `seq_lens` count last.
+
+    Raises:
+        SlotError: a length below 1.
+    """
+    if len(seq_lens) and int(seq_lens.min()) < 1:
+        raise SlotError(f"alloc_decode: seq_lens count the new token, so they are at least 1, not {seq_lens.min()}")
+    starts: NDArray[np.bool_] = (seq_lens - 1) % page_size == 0
+    return starts
+
+
+class Ranges(NamedTuple):
+    """Column ranges of request rows, validated against a table of ``[rows, columns]``."""
+
+    rows: Ints
+    starts: Ints
+    ends: Ints
+    columns: int
+
+    def page_bounds(self, page_size: int) -> PageBounds:
+        """Return the pages of which any token is in a range."""
+        import numpy as np
+
+        first = self.starts // page_size
+        last = np.where(self.ends > self.starts, pages_of(self.ends, page_size), first)
+        return PageBounds(self, first, last, page_size)
+
+    def finished_page_bounds(self, page_size: int) -> PageBounds:
+        """Return the pages whose *last* token is in a range: a page that goes on after it is left out."""
+        return PageBounds(self, self.starts // page_size, self.ends // page_size, page_size)
+
+
+class PageBounds(NamedTuple):
+    """Pages ``first … last`` (exclusive) of each of some ranges."""
+
+    ranges: Ranges
+    first: Ints
+    last: Ints
+    page_size: int
+
+    def from_tokens(self, starts: Ints) -> PageBounds:
+        """Return these pages without those that lie wholly before the tokens `starts`."""
+        first = (starts // self.page_size).clip(self.first, self.last)
+        return PageBounds(self.ranges, first, self.last, self.page_size)
+
+    def pages(self, table: torch.Tensor) -> torch.Tensor:
+        """Return the page numbers, ``[pages]`` int64, from one word of `table` a page."""
+        import torch
+
+        if len(self.first) == 1:
+            page_size, row = self.page_size, int(self.ranges.rows[0])
+            start, end = int(self.first[0]) * page_size, int(self.last[0]) * page_size
+            slots = table[row, start:end:page_size]
+        else:
+            slots = torch.take(table, to_device(self._flat_index(), table.device))
+        return pages_of_slots(slots, self.page_size).to(torch.int64)
+
+    def positions_in(self, whole: PageBounds) -> Ints:
+        """Return where these pages stand in the list of `whole`, whose bounds contain them."""
+        offset = (whole.last - whole.first).cumsum() - (whole.last - whole.first)
+        return _spread(offset + self.first - whole.first, self.last - self.first, 1)
+
+    def _flat_index(self) -> Ints:
+        base = self.ranges.rows * self.ranges.columns + self.first * self.page_size
+        return _spread(base, self.last - self.first, self.page_size)
+
+
+def _spread(starts: Ints, counts: Ints, step: int) -> Ints:
+    """Return ``starts[i], starts[i] + step, …`` (counts[i] of them) of each i, one after the other."""
+    import numpy as np
+
+    ends = counts.cumsum()
+    total = int(ends[-1]) if len(ends) else 0
+    return np.repeat(starts - (ends - counts) * step, counts) + np.arange(total, dtype=np.int64) * step
+
+
+def spread(starts: Ints, counts: Ints) -> Ints:
+    """Return the consecutive integers from each of `starts`, `counts` of them, one after the other."""
+    return _spread(starts, counts, 1)
+
+
+def checked_ranges(shape: Sequence[int], rows: Sequence[int], starts: Sequence[int], ends: Sequence[int]) -> Ranges:
+    """Return validated column ranges of a table of `shape` ``[rows, columns]``.
+
+    Raises:
+        SlotError: lists of different lengths, a row or column outside the table, or a range that runs backwards.
+    """
+    row, start, end = on_host(rows, "rows"), on_host(starts, "starts"), on_host(ends, "ends")
+    if not len(row) == len(start) == len(end):
+        raise SlotError(f"{len(row)} rows, {len(start)} starts and {len(end)} ends; give one of each a request")
+    wrong = (row < 0) | (row >= shape[0]) | (start < 0) | (start > end) | (end > shape[1])
+    if wrong.any():
+        i = int(wrong.argmax())
+        raise SlotError(
+            f"row {row[i]}, columns {start[i]} … {end[i]} is no range of a table of {shape[0]} rows and "
+            f"{shape[1]} columns; nothing was changed"
+        )
+    return Ranges(row, start, end, int(shape[1]))

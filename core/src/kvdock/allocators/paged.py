@@ -1,0 +1,408 @@
+"""Pages of one space: any page size, a free ring of page numbers, counts on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvdock.allocators import lengths
+from kvdock.allocators.base import Allocator, Shortfall
+from kvdock.allocators.debug import Ledger
+from kvdock.allocators.ring import PageRing
+from kvdock.errors import BuildError, PlanError, SlotError
+from kvdock.layout import Buffer, Space, Unit
+from kvdock.planned import Parts
+from kvdock.queries import AllocatorQuery
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from numpy.typing import NDArray
+
+
+class FreeGroup:
+    """Frees that wait for the end of their group: page numbers in tensors of their own.
+
+    `exact` pages are named once by contract; `loose` ones come from token frees, where several calls may
+    name one page, and are reduced once, at the end.
+    """
+
+    def __init__(self) -> None:
+        self.exact: list[torch.Tensor] = []
+        self.loose: list[torch.Tensor] = []
+        self.exact_count = 0
+
+    def add(self, pages: torch.Tensor) -> None:
+        """Queue pages that are named once; the tensor is copied, since its owner may reuse it."""
+        self.exact.append(pages.clone())
+        self.exact_count += pages.shape[0]
+
+    def pages(self) -> torch.Tensor | None:
+        """Return every page that was queued, once; ``None`` without any."""
+        import torch
+
+        parts = list(self.exact)
+        if self.loose:
+            parts.append(lengths.distinct(torch.cat(self.loose)))
+        return torch.cat(parts) if parts else None
+
+
+class PagedAllocator(Allocator):
+    """Hands out whole pages of one space; slots of a page are consecutive.
+
+    Freeing follows one rule: any token of a page gives back the whole page, once. `free` takes tokens and
+    may wait for the device once; `free_pages` and `free_rows` take what the host knows and never wait. In
+    a free group, pages are recorded when they are queued, and several token frees may name one page.
+    """
+
+    def __init__(self, query: AllocatorQuery, parts: Parts) -> None:
+        super().__init__(query, parts)
+        space = only_space(query)
+        self.space = space.name
+        self.page_size = space.page_size
+        self.size = parts.sizes[space.name]
+        ids = parts.tensors.rows("free_ring")
+        self._ring = PageRing(f"space {space.name!r}", ids, self._planned_pages(int(ids.shape[0])))
+        self._device = ids.device
+        self._group: FreeGroup | None = None
+        self._ledger = Ledger(self._ring.journal.name, self.page_size, self._ring.capacity) if parts.debug else None
+        if self.page_size > 1:
+            self._offsets = _offsets(parts, self.page_size)
+
+    @classmethod
+    def buffers(cls, query: AllocatorQuery) -> tuple[Buffer, ...]:
+        """Declare the free ring (8 bytes a page) and the offsets inside a page of several slots."""
+        space = only_space(query)
+        offsets = Buffer(name="page_offsets", role="offsets", shape=(space.page_size,), dtype="int64")
+        return (free_ring(space), offsets) if space.page_size > 1 else (free_ring(space),)
+
+    def alloc(self, need_size: int, owner: Any = None) -> torch.Tensor | None:
+        """Return `need_size` slots, whole pages in order.
+
+        Raises:
+            SlotError: `need_size` is negative or no multiple of the page size.
+        """
+        if need_size < 0 or need_size % self.page_size:
+            raise SlotError(
+                f"{self._name}: alloc({need_size}) is no whole number of pages of {self.page_size} slots; "
+                f"ask for {max(0, -(-need_size // self.page_size)) * self.page_size}"
+            )
+        count = need_size // self.page_size
+        pages = self._take(count, None if owner is None else [owner] * count)
+        return None if pages is None else self._slots_of(pages)
+
+    def alloc_extend(
+        self,
+        prefix_lens: torch.Tensor,
+        prefix_lens_cpu: Sequence[int] | torch.Tensor,
+        seq_lens: torch.Tensor,
+        seq_lens_cpu: Sequence[int] | torch.Tensor,
+        last_loc: torch.Tensor,
+        extend_num_tokens: int,
+        owners: Sequence[Any] | None = None,
+    ) -> torch.Tensor | None:
+        """Return the slots of a batch that grows; `owners` name the requests for debug messages.
+
+        Raises:
+            SlotError: lengths that contradict each other or `extend_num_tokens`.
+        """
+        prefix, seq = lengths.on_host(prefix_lens_cpu, "prefix_lens_cpu"), lengths.on_host(seq_lens_cpu, "seq_lens_cpu")
+        counts = lengths.grown_pages(prefix, seq, self.page_size)
+        lengths.check_extend(prefix, seq, extend_num_tokens, seq_lens.shape[0])
+        pages = self._take(int(counts.sum()), self._owners_of_pages(owners, counts))
+        if pages is None:
+            return None
+        return self.parts.kernels.alloc_extend(
+            prefix_lens, seq_lens, last_loc, pages, self.page_size, extend_num_tokens
+        )
+
+    def alloc_decode(
+        self,
+        seq_lens: torch.Tensor,
+        seq_lens_cpu: Sequence[int] | torch.Tensor,
+        last_loc: torch.Tensor,
+        owners: Sequence[Any] | None = None,
+    ) -> torch.Tensor | None:
+        """Return one slot a request; `owners` name the requests for debug messages.
+
+        Raises:
+            SlotError: a length below 1, or another number of requests on the host than on the device.
+        """
+        lens = lengths.on_host(seq_lens_cpu, "seq_lens_cpu")
+        lengths.check_batch(lens, seq_lens.shape[0])
+        starts = lengths.decode_starts(lens, self.page_size)
+        pages = self._take(int(starts.sum()), self._owners_of_pages(owners, starts))
+        return None if pages is None else self.parts.kernels.alloc_decode(seq_lens, last_loc, pages, self.page_size)
+
+    def free(self, indices: torch.Tensor) -> None:
+        """Give back the pages of these tokens; waits for the device once (in a group: at its end)."""
+        self.verify_slots(indices)
+        pages = lengths.pages_of_slots(indices.reshape(-1), self.page_size)
+        if self._group is None:
+            self._give(lengths.distinct(pages))
+            return
+        self._ring.journal.freed()
+        self._group.loose.append(pages.clone() if self.page_size == 1 else pages)
+        if self._ledger is not None:
+            self._ledger.queue_slots(indices)
+
+    def free_pages(self, pages: torch.Tensor) -> None:
+        """Give back pages by number, each named once; never waits for the device."""
+        self.verify_pages(pages)
+        self._give(pages)
+
+    def free_rows(self, table: torch.Tensor, rows: Sequence[int], starts: Sequence[int], ends: Sequence[int]) -> None:
+        """Give back the pages of these token ranges; reads one word of `table` a page, never waits.
+
+        Raises:
+            SlotError: a range outside the table, or more pages than are live; nothing changes.
+        """
+        bounds = lengths.checked_ranges(table.shape, rows, starts, ends).page_bounds(self.page_size)
+        self.free_pages(bounds.pages(table))
+
+    def verify_pages(self, pages: torch.Tensor) -> None:
+        """Raise what `free_pages` would raise for `pages`, and change nothing.
+
+        Raises:
+            SlotError: more pages than are live; with debug, pages that are not live or named twice.
+        """
+        if self._ledger is not None:
+            self._ledger.guard.enter()
+            self._ledger.verify(pages)
+        self._require_live(pages.shape[0])
+
+    def verify_slots(self, indices: torch.Tensor) -> None:
+        """With debug, raise what `free` would raise for `indices`, and change nothing. Without, do nothing.
+
+        Raises:
+            SlotError: names the slots that are not live or named twice.
+        """
+        if self._ledger is not None:
+            self._ledger.guard.enter()
+            self._ledger.verify_slots(indices)
+
+    def verify_live(self, slots: torch.Tensor) -> None:
+        """With debug, verify that `slots` may be written: handed out, or padding. Without, do nothing.
+
+        Raises:
+            SlotError: names the slots and their last owner.
+        """
+        if self._ledger is not None:
+            self._ledger.guard.enter()
+            self._ledger.verify_live(slots)
+
+    def available_size(self) -> int:
+        """Return the free slots, in whole pages; frees that wait in a group are not counted."""
+        return self._ring.free * self.page_size
+
+    def pages_needed(self, prefix_lens: Sequence[int], seq_lens: Sequence[int]) -> int:
+        """Return the new pages of requests that grow; each request needs pages of its own.
+
+        Raises:
+            SlotError: a prefix longer than its sequence, or lists of different lengths.
+        """
+        prefix, seq = lengths.on_host(prefix_lens, "prefix_lens"), lengths.on_host(seq_lens, "seq_lens")
+        return int(lengths.grown_pages(prefix, seq, self.page_size).sum())
+
+    def shortfall(self, pages: int) -> tuple[Shortfall, ...]:
+        """Say how many slots are missing for `pages` pages."""
+        lacks = Shortfall(space=self.space, needed=pages * self.page_size, available=self.available_size())
+        return (lacks,) if lacks.missing else ()
+
+    def free_group_begin(self) -> None:
+        """Collect the frees that follow.
+
+        Raises:
+            SlotError: a group is open already.
+        """
+        self._enter()
+        if self._group is not None:
+            raise SlotError(f"{self._name}: a free group is open already; end it before the next one begins")
+        self._group = FreeGroup()
+
+    def free_group_end(self) -> None:
+        """Give back what was collected; waits for the device once if tokens were freed.
+
+        Raises:
+            SlotError: no group is open, or it holds more pages than are live: then the group is dropped
+                and nothing is freed.
+        """
+        self._enter()
+        if self._group is None:
+            raise SlotError(f"{self._name}: no free group is open; call free_group_begin first")
+        group, self._group = self._group, None
+        pages = group.pages()
+        if pages is not None:
+            self._give(pages)
+        if self._ledger is not None:
+            self._ledger.close_group()
+
+    def backup_state(self) -> Any:
+        """Return a token of the present allocations."""
+        self._enter()
+        return self._ring.journal.mark()
+
+    def restore_state(self, state: Any) -> None:
+        """Take back every page handed out since `state`.
+
+        Raises:
+            SlotError: something was freed (or queued in a group) since, or `state` is not of this allocator.
+        """
+        self._enter()
+        taken = self._ring.rewind(state)
+        if self._ledger is not None:
+            self._ledger.give(self._ring.peek(taken))
+
+    def clear(self) -> None:
+        """Make every page free again and drop an open group."""
+        self._enter()
+        self._reset(self._ring.capacity)
+
+    def resize(self, sizes: Mapping[str, int]) -> None:
+        """Change the usable slots to ``sizes[space]``.
+
+        Raises:
+            SlotError: slots are live, the size is no whole number of pages, or the buffers are smaller.
+        """
+        self._enter()
+        size = self._checked_size(sizes)
+        if self._ring.live:
+            raise SlotError(f"{self._name}: {self._ring.live} pages are live; free them before a resize")
+        self._reset(size // self.page_size)
+        self.size = size
+
+    def check(self, held: torch.Tensor | None = None) -> None:
+        """Verify the ring, and that exactly the pages of the slots `held` are live; O(capacity).
+
+        Raises:
+            SlotError: names the slots.
+        """
+        import numpy as np
+
+        live = self._live_pages()
+        if self._ledger is not None:
+            self._refuse(np.setxor1d(live, self._ledger.live_pages()), "differ between the ring and the debug ledger")
+        if held is not None:
+            expected = np.unique(held.detach().cpu().numpy().astype(np.int64) // self.page_size)
+            self._refuse(np.setdiff1d(live, expected), "are live but held by nobody (leaked)")
+            self._refuse(np.setdiff1d(expected, live), "are held but free")
+
+    def live_pages(self) -> list[int]:
+        """Return the numbers of the pages that are handed out, ascending; slow, for checks.
+
+        Raises:
+            SlotError: the free ring is damaged.
+        """
+        pages: list[int] = self._live_pages().tolist()
+        return pages
+
+    @property
+    def _name(self) -> str:
+        return self._ring.journal.name
+
+    def _planned_pages(self, rows: int) -> int:
+        if self.size < self.page_size or self.size % self.page_size or rows != self.size // self.page_size:
+            raise BuildError(
+                f"space {self.space!r}: size {self.size} is not what the plan allocated: {rows} pages of "
+                f"{self.page_size} slots; build with the plan's own sizes"
+            )
+        return rows
+
+    def _enter(self) -> None:
+        if self._ledger is not None:
+            self._ledger.guard.enter()
+
+    def _take(self, count: int, owners: Sequence[Any] | None) -> torch.Tensor | None:
+        self._enter()
+        pages = self._ring.take(count)
+        if self._ledger is not None and pages is not None:
+            self._ledger.take(pages, owners)
+        return pages
+
+    def _give(self, pages: torch.Tensor) -> None:
+        if self._group is None:
+            self._ring.give(pages)
+            if self._ledger is not None:
+                self._ledger.give(pages)
+            return
+        self._ring.journal.freed()
+        self._group.add(pages)
+        if self._ledger is not None:
+            self._ledger.queue(pages)
+
+    def _require_live(self, count: int) -> None:
+        queued = 0 if self._group is None else self._group.exact_count
+        self._ring.require_live(queued + count)
+
+    def _owners_of_pages(
+        self, owners: Sequence[Any] | None, counts: NDArray[np.int64] | NDArray[np.bool_]
+    ) -> list[Any] | None:
+        if self._ledger is None or owners is None:
+            return None
+        return [owner for owner, count in zip(owners, counts.tolist(), strict=True) for _ in range(int(count))]
+
+    def _slots_of(self, pages: torch.Tensor) -> torch.Tensor:
+        if self.page_size == 1:
+            return pages
+        return (pages.unsqueeze(1) * self.page_size + self._offsets).view(-1)
+
+    def _reset(self, pages: int) -> None:
+        self._ring.reset(pages)
+        self._group = None
+        if self._ledger is not None:
+            self._ledger.reset(pages)
+
+    def _checked_size(self, sizes: Mapping[str, int]) -> int:
+        unknown = sorted(set(sizes) - {self.space})
+        if unknown:
+            raise SlotError(f"{self._name}: resize names {unknown}, which this allocator does not hold")
+        size = sizes.get(self.space, self.size)
+        most = self._ring.max_capacity * self.page_size
+        if size % self.page_size or not self.page_size <= size <= most:
+            raise SlotError(
+                f"{self._name}: size {size} is no whole number of pages of {self.page_size} slots up to {most}, "
+                "which is what was allocated"
+            )
+        return size
+
+    def _live_pages(self) -> NDArray[np.int64]:
+        import numpy as np
+
+        free = self._ring.peek(self._ring.free).cpu().numpy()
+        outside = free[(free < 1) | (free > self._ring.capacity)]
+        self._refuse(outside, "are in the free ring but do not exist")
+        times = np.bincount(free, minlength=self._ring.capacity + 1)
+        self._refuse(np.flatnonzero(times > 1), "are free twice")
+        return np.flatnonzero(times[1:] == 0) + 1
+
+    def _refuse(self, pages: NDArray[np.int64], what: str) -> None:
+        if len(pages):
+            slots = [int(page) * self.page_size for page in pages[:8]]
+            raise SlotError(f"{self._name}: {len(pages)} pages, at slots {slots}, {what}")
+
+
+def only_space(query: AllocatorQuery) -> Space:
+    """Return the one space of a query.
+
+    Raises:
+        PlanError: the query asks for several spaces, which is a composite's work.
+    """
+    if len(query.spaces) != 1:
+        names = [space.name for space in query.spaces]
+        raise PlanError(f"this allocator serves one space, not {names}; claim a composite such as SWAAllocator")
+    return query.spaces[0]
+
+
+def _offsets(parts: Parts, page_size: int) -> torch.Tensor:
+    import torch
+
+    offsets: torch.Tensor = parts.tensors.rows("page_offsets").view(-1)
+    torch.arange(page_size, out=offsets)
+    return offsets
+
+
+def free_ring(space: Space) -> Buffer:
+    """Return the buffer of a space's free ring: one int64 page number a usable page."""
+    return Buffer(
+        name="free_ring", role="free_ring", space=space.name, unit=Unit.PAGE, guard=0, shape=(), dtype="int64"
+    )

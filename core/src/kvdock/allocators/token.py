@@ -1,0 +1,84 @@
+"""Slots of one space, one by one: the paged allocator for pages of one token, without page arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvdock.allocators import lengths
+from kvdock.allocators.paged import PagedAllocator, free_ring, only_space
+from kvdock.errors import PlanError, SlotError
+from kvdock.layout import Buffer
+from kvdock.queries import AllocatorQuery
+
+if TYPE_CHECKING:
+    import torch
+
+
+class TokenAllocator(PagedAllocator):
+    """Hands out single slots; a slot is its own page, so nothing is divided and `free` never waits."""
+
+    @classmethod
+    def buffers(cls, query: AllocatorQuery) -> tuple[Buffer, ...]:
+        """Declare the free ring, 8 bytes a slot.
+
+        Raises:
+            PlanError: the space has pages of more than one slot.
+        """
+        space = only_space(query)
+        if space.page_size != 1:
+            raise PlanError(
+                f"TokenAllocator serves page_size 1, but space {space.name!r} has {space.page_size}; "
+                "claim PagedAllocator"
+            )
+        return (free_ring(space),)
+
+    def alloc(self, need_size: int, owner: Any = None) -> torch.Tensor | None:
+        """Return `need_size` slots.
+
+        Raises:
+            SlotError: `need_size` is negative.
+        """
+        if need_size < 0:
+            raise SlotError(f"{self._name}: alloc({need_size}) asks for fewer than no slots")
+        return self._take(need_size, None if owner is None else [owner] * need_size)
+
+    def alloc_extend(
+        self,
+        prefix_lens: torch.Tensor,
+        prefix_lens_cpu: Sequence[int] | torch.Tensor,
+        seq_lens: torch.Tensor,
+        seq_lens_cpu: Sequence[int] | torch.Tensor,
+        last_loc: torch.Tensor,
+        extend_num_tokens: int,
+        owners: Sequence[Any] | None = None,
+    ) -> torch.Tensor | None:
+        """Return the slots of a batch that grows, request after request.
+
+        Raises:
+            SlotError: lengths that contradict each other or `extend_num_tokens`.
+        """
+        prefix, seq = lengths.on_host(prefix_lens_cpu, "prefix_lens_cpu"), lengths.on_host(seq_lens_cpu, "seq_lens_cpu")
+        counts = lengths.grown_pages(prefix, seq, 1)
+        lengths.check_extend(prefix, seq, extend_num_tokens, seq_lens.shape[0])
+        return self._take(extend_num_tokens, self._owners_of_pages(owners, counts))
+
+    def alloc_decode(
+        self,
+        seq_lens: torch.Tensor,
+        seq_lens_cpu: Sequence[int] | torch.Tensor,
+        last_loc: torch.Tensor,
+        owners: Sequence[Any] | None = None,
+    ) -> torch.Tensor | None:
+        """Return one slot a request.
+
+        Raises:
+            SlotError: a length below 1, or another number of requests on the host than on the device.
+        """
+        lens = lengths.on_host(seq_lens_cpu, "seq_lens_cpu")
+        lengths.check_batch(lens, seq_lens.shape[0])
+        return self._take(len(lens), self._owners_of_pages(owners, lengths.decode_starts(lens, 1)))
+
+    def free(self, indices: torch.Tensor) -> None:
+        """Give back slots, each named once; never waits for the device."""
+        self.free_pages(indices.reshape(-1))

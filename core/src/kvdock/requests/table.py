@@ -1,0 +1,180 @@
+"""The request table: one row of token slots a request, its bookkeeping on the host."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING
+
+from kvdock.allocators.debug import ThreadGuard
+from kvdock.allocators.lengths import Ranges, checked_ranges, spread, to_device
+from kvdock.errors import BuildError, SlotError
+from kvdock.layout import Buffer
+from kvdock.planned import Parts
+from kvdock.queries import RequestQuery
+from kvdock.requests.base import RequestPool
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from numpy.typing import NDArray
+
+REQUESTS = "requests"
+
+
+class ReqToTokenPool(RequestPool):
+    """Rows ``1 … size`` of ``req_to_token``, handed out in turn, so a freed row rests as long as possible.
+
+    `lengths[row]` is the number of columns written so far (the largest end), so that a release knows what to
+    free; a row starts at 0 again when it is handed out. `generation[row]` counts its owners and survives
+    `clear`. Both are read-only for callers. The columns of a new row hold what its last owner left.
+    """
+
+    features = frozenset({"speculation"})
+    """Rows have columns for the tokens that drafts write past the context."""
+    options = frozenset({"speculative_num_steps", "speculative_topk", "speculative_num_draft_tokens"})
+    generation: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+
+    def __init__(self, query: RequestQuery, parts: Parts) -> None:
+        super().__init__(query, parts)
+        self.req_to_token = parts.tensors.rows("req_to_token")
+        self.size = parts.sizes[REQUESTS]
+        if self.size < 1 or self.req_to_token.shape[0] != self.size + 1:
+            raise BuildError(
+                f"the request table has {self.req_to_token.shape[0]} rows for {self.size} requests and one padding "
+                "row; build with the plan's own sizes"
+            )
+        self._free_rows = parts.tensors.rows("free_rows").numpy()
+        self.generation = parts.tensors.rows("generation").numpy()
+        self.lengths = parts.tensors.rows("lengths").numpy()
+        self._guard = ThreadGuard("the request pool") if parts.debug else None
+        self._rows: dict[Hashable, int] = {}
+        self._owners: dict[int, Hashable] = {}
+        self._head = 0
+        self._free = self.size
+        self.generation[:] = 0
+        self._reset()
+
+    @classmethod
+    def buffers(cls, query: RequestQuery) -> tuple[Buffer, ...]:
+        """Declare the table on the device; free rows, generations and lengths on the host."""
+        return (
+            Buffer(name="req_to_token", role="table", space=REQUESTS, shape=(query.columns,), dtype="int32"),
+            _host_buffer("free_rows", "free_ring", guard=0),
+            _host_buffer("generation", "generation", guard=1),
+            _host_buffer("lengths", "lengths", guard=1),
+        )
+
+    def alloc(self, requests: Sequence[Hashable]) -> list[int] | None:
+        """Return a row for each request; one that has a row keeps it. ``None`` if there are not enough."""
+        self._enter()
+        new = [request for request in dict.fromkeys(requests) if request not in self._rows]
+        if len(new) > self._free:
+            return None
+        for request in new:
+            row = int(self._free_rows[self._head])
+            self._head = (self._head + 1) % self.size
+            self._free -= 1
+            self._rows[request] = row
+            self._owners[row] = request
+            self.generation[row] += 1
+            self.lengths[row] = 0
+        return [self._rows[request] for request in requests]
+
+    def free(self, request: Hashable) -> None:
+        """Give back the row of a request; its slots are the allocator's affair.
+
+        Raises:
+            SlotError: the request has no row.
+        """
+        self._enter()
+        row = self._rows.pop(request, None)
+        if row is None:
+            raise SlotError(f"request {request!r} has no row in the request table; was it freed before?")
+        del self._owners[row]
+        self._free_rows[(self._head + self._free) % self.size] = row
+        self._free += 1
+
+    def row_of(self, request: Hashable) -> int | None:
+        """Return the row of a request, or ``None``."""
+        return self._rows.get(request)
+
+    def request_of(self, row: int) -> Hashable | None:
+        """Return the request that holds `row`, or ``None``."""
+        return self._owners.get(row)
+
+    def write(self, rows: Sequence[int], starts: Sequence[int], ends: Sequence[int], slots: torch.Tensor) -> None:
+        """Write `slots`, request after request, into columns ``starts … ends``; one scatter, never waits.
+
+        Raises:
+            SlotError: a row that nobody holds, columns beyond the table, or another number of slots; nothing
+                is written.
+        """
+        self._enter()
+        ranges = checked_ranges(self.req_to_token.shape, rows, starts, ends)
+        for row in ranges.rows.tolist():
+            if row not in self._owners:
+                raise SlotError(f"row {row} of the request table belongs to no request; alloc it first")
+        counts = ranges.ends - ranges.starts
+        if int(counts.sum()) != slots.shape[0]:
+            raise SlotError(f"{slots.shape[0]} slots for {int(counts.sum())} columns; nothing was written")
+        self._scatter(ranges, counts, slots)
+        self._lengthen(ranges)
+
+    def available_size(self) -> int:
+        """Return the rows that can still be handed out."""
+        return self._free
+
+    def clear(self) -> None:
+        """Give back every row; generations go on counting."""
+        self._enter()
+        self._reset()
+
+    def check(self) -> None:
+        """Verify that free and live rows add up.
+
+        Raises:
+            SlotError: names the rows that are lost, free twice, or both free and held.
+        """
+        free = [int(self._free_rows[(self._head + i) % self.size]) for i in range(self._free)]
+        held = sorted(self._owners)
+        twice = sorted(row for row, times in Counter(free + held).items() if times > 1)
+        if twice:
+            raise SlotError(f"rows {twice} of the request table are free twice, or free and held")
+        lost = sorted(set(range(1, self.size + 1)) - set(free) - set(held))
+        if lost or held != sorted(self._rows.values()):
+            raise SlotError(f"rows {lost or held} of the request table are lost: neither free nor held by a request")
+
+    def _scatter(self, ranges: Ranges, counts: NDArray[np.int64], slots: torch.Tensor) -> None:
+        import numpy as np
+
+        if len(counts) == 1:
+            row, start, end = int(ranges.rows[0]), int(ranges.starts[0]), int(ranges.ends[0])
+            self.req_to_token[row, start:end].copy_(slots)
+            return
+        device = self.req_to_token.device
+        rows = to_device(np.repeat(ranges.rows, counts), device)
+        columns = to_device(spread(ranges.starts, counts), device)
+        self.parts.kernels.write_rows(self.req_to_token, rows, columns, slots)
+
+    def _lengthen(self, ranges: Ranges) -> None:
+        import numpy as np
+
+        np.maximum.at(self.lengths, ranges.rows, ranges.ends)
+
+    def _reset(self) -> None:
+        self._free_rows[:] = range(1, self.size + 1)
+        self._head = 0
+        self._free = self.size
+        self._rows.clear()
+        self._owners.clear()
+        self.lengths[:] = 0
+
+    def _enter(self) -> None:
+        if self._guard is not None:
+            self._guard.enter()
+
+
+def _host_buffer(name: str, role: str, guard: int) -> Buffer:
+    return Buffer(name=name, role=role, space=REQUESTS, shape=(), dtype="int64", guard=guard, memory="host")
