@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -326,6 +327,36 @@ def test_a_command_line_that_says_nothing_useful_is_refused_in_one_line(argument
     assert "--help" in refusal(*arguments)
 
 
+def test_a_name_that_is_no_text_is_drawn_but_refused_as_json(config, tmp_path):
+    folder = os.fsencode(tmp_path / "model") + b"\xff"
+    Path(os.fsdecode(folder)).mkdir()
+    (tmp_path / os.fsdecode(folder) / "config.json").write_text(json.dumps(LLAMA))
+    assert call("plan", os.fsdecode(folder), "--memory", "1GiB").exit_code == 0
+    assert "no Unicode" in refusal("plan", os.fsdecode(folder), "--memory", "1GiB", "--json")
+
+
+def test_an_interrupt_ends_with_130_and_no_words(config, monkeypatch):
+    from kvdock import edge
+
+    def interrupt(*arguments, **more):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(edge, "plan", interrupt)
+    result = call("plan", config(), "--memory", "1GiB")
+    assert (result.exit_code, result.stdout, result.stderr.strip()) == (130, "", "")
+
+
+def test_a_full_disk_is_refused_in_one_line(config):
+    if not Path("/dev/full").exists():
+        pytest.skip("this system has no /dev/full")
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-c", "from kvdock.cli import main; main()", "plan", config(), "--memory", "1GiB"]
+        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+    assert result.returncode == 2
+    assert result.stderr.startswith("kvdock: the system refused: ")
+    assert result.stderr.count("\n") == 1
+
+
 # Lists.
 
 
@@ -402,7 +433,14 @@ def talkative(tmp_path):
 
 
 def test_what_plugins_print_goes_to_standard_error(config, talkative):
-    result = process("plan", config(), "--memory", "1GiB", "--json", PYTHONPATH=str(talkative))
+    result = process(
+        "plan",
+        config(),
+        "--memory",
+        "1GiB",
+        "--json",
+        PYTHONPATH=os.pathsep.join([str(talkative), os.environ.get("PYTHONPATH", "")]),
+    )
     assert result.returncode == 0, result.stderr
     json.loads(result.stdout)
     assert sorted(result.stderr.split()) == ["asked", "imported", "native"]
@@ -410,7 +448,14 @@ def test_what_plugins_print_goes_to_standard_error(config, talkative):
 
 def test_a_plugin_that_fails_is_one_line_of_warning_with_its_reason(config, talkative):
     (talkative / "kvdock_talk.py").write_text('raise RuntimeError("no driver")\n')
-    result = process("plan", config(), "--memory", "1GiB", "--json", PYTHONPATH=str(talkative))
+    result = process(
+        "plan",
+        config(),
+        "--memory",
+        "1GiB",
+        "--json",
+        PYTHONPATH=os.pathsep.join([str(talkative), os.environ.get("PYTHONPATH", "")]),
+    )
     assert result.returncode == 0, result.stderr
     json.loads(result.stdout)
     warning = [line for line in result.stderr.splitlines() if "no driver" in line]
@@ -434,6 +479,7 @@ def test_a_terminal_without_unicode_still_gets_its_drawing(config, encoding):
 
 LIGHT = """
 import sys
+from pathlib import Path
 from kvdock.cli import main
 try:
     main(sys.argv[1:])

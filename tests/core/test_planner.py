@@ -364,3 +364,26 @@ def test_never_over_the_budget_and_never_a_page_short(layers, page, dtype, tp, r
         tokens = made.spaces.get("full", made.spaces.get("swa"))
         more = made.replan(2**40, cap_tokens=tokens + page)
         assert more.total_bytes > budget
+
+
+def test_a_stage_of_sliding_layers_alone_still_translates_full_slots():
+    layers = [mha(window_tokens=127), mha(window_tokens=127), mha(), mha()]
+    stage = plan(layers, parallel={"pp_size": 2, "pp_rank": 0}, options={"page_size": 16})
+    assert [group.space for group in stage.groups] == ["swa"]
+    assert stage.outline.routers["target"].cls.__name__ == "SlidingPool"
+    assert stage.max_total_num_tokens == stage.spaces["full"]
+
+
+def test_a_draft_of_sliding_layers_alone_translates_full_slots():
+    from kvdock.planner import plan_from
+
+    target = model([mha(window_tokens=127), mha()])
+    draft = model([mha(window_tokens=127)])
+    options = kvdock.CacheOptions(speculative_algorithm="EAGLE", speculative_num_steps=2)
+    made = plan_from((target, draft), IDLE, options, kvdock.Parallelism(), core_registry(), budget_bytes=GIB)
+    assert made.outline.routers["draft"].cls.__name__ == "SlidingPool"
+    assert [(group.name, group.space) for group in made.groups] == [
+        ("swa", "swa"),
+        ("full", "full"),
+        ("draft.swa", "swa"),
+    ]

@@ -64,10 +64,10 @@ class CorePlugin:
         """Serve the kinds of `POOLS`; route by layer where a worker has more than one group."""
         if query.group is not None:
             return POOLS.get(query.kind)
-        if len(query.groups) < 2:
-            return None
-        slides = {group.space for group in query.groups} == {groups.FULL, groups.SWA}
-        return SlidingPool if slides else RoutedPool
+        if groups.FULL in query.spaces and any(group.space == groups.SWA for group in query.groups):
+            # Requests are numbered in full slots, even on a rank whose own layers all slide.
+            return SlidingPool
+        return RoutedPool if len(query.groups) > 1 else None
 
     @hookimpl
     def get_allocator_cls(self, query: AllocatorQuery) -> type[Allocator] | None:

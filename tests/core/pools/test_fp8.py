@@ -61,6 +61,13 @@ def test_a_scale_may_be_a_tensor(make, slots):
     assert written(make, slots, "float8_e4m3fn", values, torch.tensor(2.0)).tolist() == [i / 2 for i in range(8)]
 
 
+def test_keys_and_values_have_scales_of_their_own(make, slots):
+    pool = make.pool(MHAPool, make.query({0: make.mha()}, dtype="fp8"))
+    pool.set_kv_buffer(0, slots(5), torch.full((1, 2, 8), 8.0), torch.full((1, 2, 8), 8.0), k_scale=2.0, v_scale=4.0)
+    assert pool.get_key_buffer(0)[1, 1].float().eq(4).all()
+    assert pool.get_value_buffer(0)[1, 1].float().eq(2).all()
+
+
 def test_bfloat16_is_divided_in_float32(make, slots):
     # The quotient is just above the middle of 1 and 1.125; bfloat16 would lose that and tie down to 1.
     scale = 1 / (1.0625 * (1 + 2**-10))

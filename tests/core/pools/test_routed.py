@@ -116,14 +116,23 @@ def test_parts_know_the_same_options_whole(make):
     assert all(part.get_key_buffer(i).dtype == torch.float8_e5m2 for i, part in enumerate(pool.parts.pools.values()))
 
 
+@pytest.fixture
+def shifted(make):
+    """A sliding pool whose next full slots are 10, 11 … and whose next sliding slots are 2, 3 …"""
+    pool = make.sliding(full=16, swa=8, page_size=2)
+    pool.parts.allocator.free_swa(pool.parts.allocator.alloc(8))
+    return pool
+
+
 def numbered(numbers, *shape):
     return torch.tensor(numbers, dtype=torch.float32).view(-1, 1, 1).expand(-1, *shape).clone()
 
 
-def test_full_slots_are_taken_for_every_layer(make):
-    pool = make.sliding(full=16, swa=8, page_size=2)
+def test_full_slots_are_taken_for_every_layer(shifted):
+    pool = shifted
     full = pool.parts.allocator.alloc(4)
     swa = pool.translate_loc_from_full_to_swa(full)
+    assert (full.tolist(), swa.tolist()) == ([10, 11, 12, 13], [2, 3, 4, 5])
     for layer, shapes in ((0, ((2, 8), (2, 8))), (1, ((4, 4), (4, 2)))):
         pool.set_kv_buffer(layer, full, *(numbered([1, 2, 3, 4], *shape) for shape in shapes))
     assert pool.get_key_buffer(0).flatten(0, 1)[full, 0, 0].tolist() == [1, 2, 3, 4]
@@ -131,18 +140,19 @@ def test_full_slots_are_taken_for_every_layer(make):
     assert pool.get_value_buffer(1).flatten(0, 1)[swa, 3, 1].tolist() == [1, 2, 3, 4]
 
 
-def test_slots_translate_to_padding_where_the_window_has_passed(make, slots):
-    pool = make.sliding(full=16, swa=8, page_size=2)
+def test_slots_translate_to_padding_where_the_window_has_passed(shifted, slots):
+    pool = shifted
     full = pool.parts.allocator.alloc(4)
     pool.parts.allocator.free_swa(full[:2])
     assert pool.translate_loc_from_full_to_swa(full)[:2].tolist() == [0, 0]
     assert pool.translate_loc_from_full_to_swa(slots(-1, 0)).tolist() == [-1, 0]
     pool.set_kv_buffer(1, full[:2], numbered([8, 9], 4, 4), numbered([8, 9], 4, 2))
     assert not pool.get_key_buffer(1)[1:].any()
+    assert pool.get_key_buffer(1)[0].any()
 
 
-def test_a_move_takes_both_slots_of_a_token_along(make):
-    pool = make.sliding(full=16, swa=8, page_size=2)
+def test_a_move_takes_both_slots_of_a_token_along(shifted):
+    pool = shifted
     full = pool.parts.allocator.alloc(4)
     swa = pool.translate_loc_from_full_to_swa(full)
     pool.set_kv_buffer(0, full, numbered([1, 2, 3, 4], 2, 8), numbered([1, 2, 3, 4], 2, 8))
@@ -152,8 +162,8 @@ def test_a_move_takes_both_slots_of_a_token_along(make):
     assert pool.get_key_buffer(1).flatten(0, 1)[swa, 0, 0].tolist() == [3, 4, 3, 4]
 
 
-def test_tokens_beyond_the_window_are_copied_without_their_sliding_part(make):
-    pool = make.sliding(full=16, swa=8, page_size=2)
+def test_tokens_beyond_the_window_are_copied_without_their_sliding_part(shifted):
+    pool = shifted
     allocator = pool.parts.allocator
     full = allocator.alloc(4)
     pool.set_kv_buffer(0, full, numbered([1, 2, 3, 4], 2, 8), numbered([1, 2, 3, 4], 2, 8))

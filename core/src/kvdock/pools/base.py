@@ -11,6 +11,7 @@ import msgspec
 from kvdock.errors import SlotError
 from kvdock.layout import Buffer
 from kvdock.planned import Parts, Planned
+from kvdock.pools.storage import unique_storages
 from kvdock.queries import PoolQuery
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ class BufferInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     `pointer` is its address, `nbytes` its length, `item_nbytes` the bytes of one page (of one row for
     buffers that are not paged), `layer_id` the global layer (``None``: no layer), `role` what it holds
-    (``key``, ``value``, ``latent``, ``scale`` …).
+    (``key``, ``value``, ``latent``, ``scale`` …), `space` the numbering of its pages or rows.
     """
 
     name: str
@@ -31,6 +32,7 @@ class BufferInfo(msgspec.Struct, frozen=True, kw_only=True):
     pointer: int
     nbytes: int
     item_nbytes: int
+    space: str | None = None
 
 
 class Pool(Planned, abc.ABC):
@@ -90,6 +92,26 @@ class Pool(Planned, abc.ABC):
         8-bit pools store ``k / k_scale`` in their format.
         """
 
+    def set_mla_kv_buffer(
+        self, layer_id: int, loc: torch.Tensor, cache_k_nope: torch.Tensor, cache_k_rope: torch.Tensor
+    ) -> None:
+        """Write latents ``[n, 1, kv_lora_rank]`` and rope parts of `n` slots; for pools that keep latents.
+
+        Raises:
+            SlotError: the layer's pool keeps none.
+        """
+        raise SlotError(f"layer {layer_id} keeps no latent rows: {type(self).__name__} takes set_kv_buffer")
+
+    def get_mla_kv_buffer(
+        self, layer_id: int, loc: torch.Tensor, dst_dtype: torch.dtype | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return copies of the latents and rope parts of the slots `loc`; for pools that keep latents.
+
+        Raises:
+            SlotError: the layer's pool keeps none.
+        """
+        raise SlotError(f"layer {layer_id} keeps no latent rows: {type(self).__name__} has get_kv_buffer")
+
     @abc.abstractmethod
     def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
         """Copy everything that the slots `src_loc` own to `tgt_loc`, in every layer; reads happen first."""
@@ -126,8 +148,11 @@ class Pool(Planned, abc.ABC):
     @property
     def mem_usage(self) -> int:
         """Bytes of the unique storages behind this pool, measured on the tensors."""
-        unique = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in self.storages()}
-        return sum(unique.values())
+        return sum(unique_storages(self.storages()).values())
+
+    def breakdown(self) -> dict[str, int]:
+        """Return `mem_usage` by part; a storage that parts share is counted with the first of them."""
+        return {type(self).__name__: self.mem_usage}
 
     def refuse_layer(self, layer_id: int) -> SlotError:
         """Return the error for a layer that this pool does not hold."""

@@ -1,0 +1,259 @@
+"""What pools of one layer group share: one list of buffers that everything walks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+from kvdock import dtypes
+from kvdock.errors import PlanError, PluginError, SlotError
+from kvdock.layout import Buffer, LayerGroup, Unit
+from kvdock.planned import Parts
+from kvdock.pools.base import BufferInfo, Pool
+from kvdock.queries import PoolQuery
+
+if TYPE_CHECKING:
+    import torch
+
+
+@runtime_checkable
+class _KnowsLive(Protocol):
+    """An allocator that can tell, in debug mode, which slots may be written."""
+
+    def verify_live(self, slots: torch.Tensor) -> None:
+        """Raise `SlotError` for slots that are not handed out."""
+
+
+@runtime_checkable
+class _KnowsOwners(Protocol):
+    """A request pool that can name the request of a row."""
+
+    def request_of(self, row: int) -> object | None:
+        """Return the request that holds `row`."""
+
+
+class Codec:
+    """How keys and values lie in tensors of one data type.
+
+    8-bit floats are kept as bytes: `encode` divides by the scale, saturates at the largest finite value
+    and rounds to nearest even; NaN stays NaN. Values that come in the format already, or as its bytes, are
+    kept bit for bit. Other types are converted as torch does, and scales are not used.
+    """
+
+    def __init__(self, dtype: str) -> None:
+        import torch
+
+        found = dtypes.find(dtype)
+        self.format: torch.dtype = getattr(torch, found.name)
+        self.stored: torch.dtype = getattr(torch, found.storage)
+        self._limit = torch.finfo(self.format).max if self.format is not self.stored else None
+
+    def encode(self, values: torch.Tensor, scale: float | torch.Tensor | None = None) -> torch.Tensor:
+        """Return `values` as they are stored; `scale` is a number or a tensor of one element."""
+        import torch
+
+        if values.dtype is self.stored:
+            return values
+        if self._limit is None:
+            return values.to(self.stored)
+        if values.dtype is self.format:
+            return values.view(self.stored)
+        wide = values.to(torch.float32)
+        if scale is not None:
+            wide = wide / scale
+        return wide.clamp(-self._limit, self._limit).to(self.format).view(self.stored)
+
+    def decode(self, stored: torch.Tensor) -> torch.Tensor:
+        """Return a view of stored values in their format."""
+        return stored if self._limit is None else stored.view(self.format)
+
+
+class GroupedPool(Pool):
+    """A pool of one group: finds tensors by global layer id and moves all that a slot owns together.
+
+    A subclass declares its buffers and reads them through `stored` (as they lie) and `readable` (in their
+    format). One whose slots own more than whole rows, such as a place inside a page of bytes, overrides
+    `slot_views`.
+    """
+
+    def __init__(self, query: PoolQuery, parts: Parts) -> None:
+        super().__init__(query, parts)
+        self.group = group_of(query)
+        self.codec = Codec(query.kv_dtype)
+        self._owner_of = {layer_id: layer_id for layer_id in self.group.layer_ids} | dict(self.group.shared)
+        self._request_pool, self._live = parts.request_pool, parts.allocators.get(self.group.space)
+
+    @property
+    def layer_ids(self) -> tuple[int, ...]:
+        """Global ids of the layers that can be read, ascending."""
+        return tuple(sorted(self._owner_of))
+
+    def stored(self, name: str) -> dict[int, torch.Tensor]:
+        """Return the paged view of a buffer by the id of each layer that owns one."""
+        return {layer_id: self.parts.tensors.paged(name, layer_id) for layer_id in self.group.layer_ids}
+
+    def readable(self, name: str) -> dict[int, torch.Tensor]:
+        """Return the paged view of a buffer, in its format, by the id of each layer that reads one."""
+        stored = self.stored(name)
+        return {layer_id: self.codec.decode(stored[owner]) for layer_id, owner in self._owner_of.items()}
+
+    def slot_views(self) -> list[torch.Tensor]:
+        """Return ``[pages, page_size, …]`` views of everything that a slot owns, buffer by buffer, layer by layer."""
+        tensors = self.parts.tensors
+        return [
+            tensors.paged(buffer.name, layer_id)
+            for buffer in self._counted()
+            if buffer.unit is Unit.SLOT
+            for layer_id in buffer.layers or (None,)
+        ]
+
+    def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
+        """Copy all that the slots `src_loc` own to `tgt_loc`, in every layer; reads happen first.
+
+        Raises:
+            SlotError: another number of targets than of sources; nothing is moved.
+        """
+        if tgt_loc.shape != src_loc.shape:
+            raise SlotError(f"{tgt_loc.numel()} target slots for {src_loc.numel()} source slots; nothing was moved")
+        self._check_loc(None, tgt_loc)
+        self._check_loc(None, src_loc)
+        self.parts.kernels.move(self._views, tgt_loc, src_loc)
+
+    def get_cpu_copy(self, indices: torch.Tensor) -> list[torch.Tensor]:
+        """Return host copies of all that the slots `indices` own, one tensor a view of `slot_views`."""
+        self._check_loc(None, indices)
+        return [self.parts.kernels.gather(view, indices).cpu() for view in self._views]
+
+    def load_cpu_copy(self, copies: Sequence[torch.Tensor], indices: torch.Tensor) -> None:
+        """Write what `get_cpu_copy` returned to the slots `indices`; bit-identical.
+
+        Raises:
+            SlotError: the copies are of another pool or for another number of slots; nothing is written.
+        """
+        views = self._views
+        expected = [((indices.shape[0], *view.shape[2:]), view.dtype) for view in views]
+        if [(tuple(copy.shape), copy.dtype) for copy in copies] != expected:
+            raise SlotError(
+                f"these {len(copies)} copies do not fit the {len(views)} tensors of this pool for "
+                f"{indices.shape[0]} slots; load what get_cpu_copy of the same pool returned for as many slots"
+            )
+        self._check_loc(None, indices)
+        for view, copy in zip(views, copies, strict=True):
+            self.parts.kernels.store(view, indices, copy.to(view.device, non_blocking=True))
+
+    def buffer_infos(self) -> list[BufferInfo]:
+        """Describe each per-token tensor; an item is a page, and the padding page is part of the tensor."""
+        return [self._info(buffer, layer_id) for buffer in self._counted() for layer_id in buffer.layers or (None,)]
+
+    def clear(self) -> None:
+        """Zero every buffer."""
+        for raw in self.parts.tensors.storages():
+            raw.zero_()
+
+    def storages(self) -> list[torch.Tensor]:
+        """Return the raw tensors of this pool."""
+        return self.parts.tensors.storages()
+
+    def breakdown(self) -> dict[str, int]:
+        """Return the bytes of each buffer by name."""
+        tensors = self.parts.tensors
+        return {name: sum(t.untyped_storage().nbytes() for t in tensors.storages_of(name)) for name in tensors.names}
+
+    @cached_property
+    def _views(self) -> list[torch.Tensor]:
+        return self.slot_views()
+
+    def _counted(self) -> list[Buffer]:
+        """Return the buffers whose rows are the slots or pages of this group's space."""
+        return [buffer for buffer in self.parts.tensors.buffers if buffer.space == self.group.space]
+
+    def _info(self, buffer: Buffer, layer_id: int | None) -> BufferInfo:
+        rows = self.parts.tensors.rows(buffer.name, layer_id)
+        per_item = self.query.space.page_size if buffer.unit is Unit.SLOT else 1
+        item_nbytes = per_item * buffer.row_nbytes
+        return BufferInfo(
+            name=buffer.name,
+            role=buffer.role,
+            layer_id=layer_id,
+            pointer=rows.data_ptr(),
+            nbytes=rows.shape[0] // per_item * item_nbytes,
+            item_nbytes=item_nbytes,
+            space=buffer.space,
+        )
+
+    def refuse_write(self, layer_id: int) -> SlotError:
+        """Return the error for a write to a layer that owns no buffer here."""
+        owner = self._owner_of.get(layer_id)
+        if owner is None:
+            return self.refuse_layer(layer_id)
+        return SlotError(f"layer {layer_id} reads the KV of layer {owner} and owns none; write to layer {owner}")
+
+    def check_write(self, layer_id: int, view: torch.Tensor, loc: torch.Tensor, values: torch.Tensor) -> None:
+        """Verify that `values` are one row of `view` for each slot of `loc`; with debug, the slots as well.
+
+        Raises:
+            SlotError: names the layer, the shapes, or the slot; nothing is written.
+        """
+        if values.shape[1:] != view.shape[2:] or values.shape[0] != loc.shape[0] or loc.dim() != 1:
+            raise SlotError(
+                f"layer {layer_id}: values of shape {list(values.shape)} for slots of shape {list(loc.shape)}; "
+                f"give slots [n] and values [n, {', '.join(str(extent) for extent in view.shape[2:])}]"
+            )
+        if self.parts.debug:
+            self._check_loc(layer_id, loc)
+
+    def _check_loc(self, layer_id: int | None, loc: torch.Tensor) -> None:
+        """With debug, verify that slots exist and are handed out (or padding)."""
+        if not self.parts.debug or loc.device.type == "meta":
+            return
+        slots = loc.detach().cpu()
+        limit = self.parts.sizes[self.group.space] + self.query.space.page_size
+        outside = slots[(slots < 0) | (slots >= limit)]
+        where = f"group {self.group.name!r}" if layer_id is None else f"layer {layer_id}"
+        if outside.numel():
+            slot = int(outside[0])
+            raise SlotError(f"{where}: slot {slot}{self._holder(slot)} is outside 0 … {limit - 1}; nothing was written")
+        if isinstance(self._live, _KnowsLive):
+            try:
+                self._live.verify_live(loc)
+            except SlotError as error:
+                raise SlotError(f"{where}: {error}") from error
+
+    def _holder(self, slot: int) -> str:
+        """Return which request's row holds a slot, for a message."""
+        pool = self._request_pool
+        if pool is None:
+            return ""
+        rows = (pool.req_to_token[1:] == slot).any(dim=1).nonzero().flatten().tolist()
+        if not rows:
+            return ""
+        row = rows[0] + 1
+        request = pool.request_of(row) if isinstance(pool, _KnowsOwners) else None
+        return f" (of request {request!r}, row {row})" if request is not None else f" (in row {row})"
+
+
+def group_of(query: PoolQuery) -> LayerGroup:
+    """Return the group that a query is about.
+
+    Raises:
+        PluginError: it is about none: then a pool that routes is asked for.
+    """
+    if query.group is None:
+        raise PluginError("a pool of one group was asked for no group; claim a RoutedPool where query.group is None")
+    return query.group
+
+
+def check_kv_dtype(query: PoolQuery) -> str:
+    """Return the data type of keys and values, after checking that torch can convert to it.
+
+    Raises:
+        PlanError: it is no float of 8 to 64 bits.
+    """
+    dtype = dtypes.find(query.kv_dtype)
+    if not dtype.is_float or (dtype.bits < 16 and dtype.feature != "fp8"):
+        raise PlanError(
+            f"kv_cache_dtype={query.kv_dtype!r} cannot hold keys and values in this pool; "
+            "give auto, bfloat16, float16, float32, fp8_e4m3 or fp8_e5m2"
+        )
+    return dtype.name

@@ -1,0 +1,120 @@
+"""Keys and values per head, a tensor of each per layer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from kvdock.errors import PlanError
+from kvdock.layout import Buffer
+from kvdock.model import MHAParams
+from kvdock.planned import Parts
+from kvdock.pools.grouped import GroupedPool, check_kv_dtype, group_of
+from kvdock.queries import PoolQuery
+
+if TYPE_CHECKING:
+    import torch
+
+
+class MHAPool(GroupedPool):
+    """Multi-head, grouped-query and multi-query attention.
+
+    `get_key_buffer` and `get_value_buffer` return views in the format of the cache: 8-bit floats as such,
+    though their tensors hold bytes; what was divided by a scale when it was written is read undivided.
+    """
+
+    transfer_kind = "kv_pairs"
+    features: ClassVar[frozenset[str]] = frozenset({"fp8"})
+
+    def __init__(self, query: PoolQuery, parts: Parts) -> None:
+        super().__init__(query, parts)
+        self._k, self._v = self.stored("k"), self.stored("v")
+        self._keys, self._values = self.readable("k"), self.readable("v")
+
+    @classmethod
+    def buffers(cls, query: PoolQuery) -> tuple[Buffer, ...]:
+        """Declare K and V of each layer that owns them; page 0 is padding.
+
+        Raises:
+            PlanError: layers of different shapes, heads that do not split over the ranks, or a data type
+                that cannot hold keys and values.
+        """
+        params = common_params(query)
+        heads = query.parallel.kv_heads_per_rank(params.num_kv_heads)
+        return (
+            kv_buffer(query, "k", "key", (heads, params.head_dim)),
+            kv_buffer(query, "v", "value", (heads, params.v_head_dim)),
+        )
+
+    def get_key_buffer(self, layer_id: int) -> torch.Tensor:
+        """Return the keys of a layer."""
+        view = self._keys.get(layer_id)
+        if view is None:
+            raise self.refuse_layer(layer_id)
+        return view
+
+    def get_value_buffer(self, layer_id: int) -> torch.Tensor:
+        """Return the values of a layer."""
+        view = self._values.get(layer_id)
+        if view is None:
+            raise self.refuse_layer(layer_id)
+        return view
+
+    def set_kv_buffer(
+        self,
+        layer_id: int,
+        loc: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_scale: float | torch.Tensor | None = None,
+        v_scale: float | torch.Tensor | None = None,
+    ) -> None:
+        """Write keys and values of the slots `loc`; 8-bit pools store ``k / k_scale``, saturating.
+
+        Raises:
+            SlotError: the layer owns no buffer here, or the shapes do not fit; nothing is written.
+        """
+        keys = self._k.get(layer_id)
+        if keys is None:
+            raise self.refuse_write(layer_id)
+        values = self._v[layer_id]
+        self.check_write(layer_id, values, loc, v)
+        self.check_write(layer_id, keys, loc, k)
+        encode = self.codec.encode
+        self.parts.kernels.store_kv(keys, values, loc, encode(k, k_scale), encode(v, v_scale))
+
+
+def kv_buffer(query: PoolQuery, name: str, role: str, shape: tuple[int, ...]) -> Buffer:
+    """Return a buffer in the format of the cache with one tensor for each layer that owns KV."""
+    group = group_of(query)
+    return Buffer(
+        name=name,
+        role=role,
+        space=group.space,
+        shape=shape,
+        dtype=check_kv_dtype(query),
+        guard=query.space.page_size,
+        layers=group.layer_ids,
+        worker=query.worker,
+        is_kv=True,
+    )
+
+
+def common_params(query: PoolQuery) -> MHAParams:
+    """Return the shape that all layers of the group have.
+
+    Raises:
+        PlanError: two layers differ, or one is no MHA layer; names them.
+    """
+    group = group_of(query)
+    found: dict[MHAParams, int] = {}
+    for layer_id, layer in group.layers:
+        if not isinstance(layer.params, MHAParams):
+            raise PlanError(f"layer {layer_id} of group {group.name!r} is of kind {layer.kind!r}, not mha")
+        found.setdefault(layer.params, layer_id)
+    if len(found) > 1:
+        (first, first_id), (second, second_id) = list(found.items())[:2]
+        raise PlanError(
+            f"layers {first_id} and {second_id} of group {group.name!r} have different shapes "
+            f"({first} and {second}); a group holds layers of one shape"
+        )
+    return next(iter(found))

@@ -1,0 +1,122 @@
+"""One latent row per token for all heads."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from kvdock.errors import PlanError
+from kvdock.layout import Buffer
+from kvdock.model import DSAParams, MLAParams
+from kvdock.planned import Parts
+from kvdock.pools.grouped import GroupedPool, group_of
+from kvdock.pools.mha import kv_buffer
+from kvdock.queries import PoolQuery
+
+if TYPE_CHECKING:
+    import torch
+
+
+class MLAPool(GroupedPool):
+    """Multi-head latent attention: a row is `kv_lora_rank` latent columns, then `qk_rope_head_dim` of rope.
+
+    The key of a slot is its whole row and its value the latent columns of the same row. The row is
+    replicated on every rank: tensor parallelism does not split it.
+    """
+
+    features: ClassVar[frozenset[str]] = frozenset({"fp8"})
+
+    def __init__(self, query: PoolQuery, parts: Parts) -> None:
+        super().__init__(query, parts)
+        self.kv_lora_rank = common_latent(query)[0]
+        self._kv, self._rows = self.stored("kv"), self.readable("kv")
+
+    @classmethod
+    def buffers(cls, query: PoolQuery) -> tuple[Buffer, ...]:
+        """Declare one row a slot for each layer that owns one; page 0 is padding.
+
+        Raises:
+            PlanError: layers of different shapes, or a data type that cannot hold latents.
+        """
+        return (kv_buffer(query, "kv", "latent", (1, sum(common_latent(query)))),)
+
+    def get_key_buffer(self, layer_id: int) -> torch.Tensor:
+        """Return the rows of a layer ``[pages, page_size, 1, kv_lora_rank + qk_rope_head_dim]``."""
+        view = self._rows.get(layer_id)
+        if view is None:
+            raise self.refuse_layer(layer_id)
+        return view
+
+    def get_value_buffer(self, layer_id: int) -> torch.Tensor:
+        """Return the latent columns of the same rows, as a view."""
+        return self.get_key_buffer(layer_id)[..., : self.kv_lora_rank]
+
+    def set_kv_buffer(
+        self,
+        layer_id: int,
+        loc: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor | None = None,
+        k_scale: float | torch.Tensor | None = None,
+        v_scale: float | torch.Tensor | None = None,
+    ) -> None:
+        """Write whole rows `k` ``[n, 1, kv_lora_rank + qk_rope_head_dim]``; `v` is a part of them and not read.
+
+        Raises:
+            SlotError: the layer owns no buffer here, or the shapes do not fit; nothing is written.
+        """
+        view = self._owned(layer_id)
+        self.check_write(layer_id, view, loc, k)
+        self.parts.kernels.store(view, loc, self.codec.encode(k, k_scale))
+
+    def set_mla_kv_buffer(
+        self, layer_id: int, loc: torch.Tensor, cache_k_nope: torch.Tensor, cache_k_rope: torch.Tensor
+    ) -> None:
+        """Write latents ``[n, 1, kv_lora_rank]`` and rope parts ``[n, 1, qk_rope_head_dim]`` of the slots `loc`.
+
+        Raises:
+            SlotError: the layer owns no buffer here, or the shapes do not fit; nothing is written.
+        """
+        view = self._owned(layer_id)
+        self.check_write(layer_id, view[..., self.kv_lora_rank :], loc, cache_k_rope)
+        self.check_write(layer_id, view[..., : self.kv_lora_rank], loc, cache_k_nope)
+        encode = self.codec.encode
+        self.parts.kernels.store_mla(view, loc, encode(cache_k_nope), encode(cache_k_rope))
+
+    def get_mla_kv_buffer(
+        self, layer_id: int, loc: torch.Tensor, dst_dtype: torch.dtype | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return copies of the latents and rope parts of the slots `loc`, in `dst_dtype` (default: as stored)."""
+        owner = self._owner_of.get(layer_id)
+        if owner is None:
+            raise self.refuse_layer(layer_id)
+        rows = self.codec.decode(self.parts.kernels.gather(self._kv[owner], loc))
+        if dst_dtype is not None:
+            rows = rows.to(dst_dtype)
+        return rows[..., : self.kv_lora_rank], rows[..., self.kv_lora_rank :]
+
+    def _owned(self, layer_id: int) -> torch.Tensor:
+        view = self._kv.get(layer_id)
+        if view is None:
+            raise self.refuse_write(layer_id)
+        return view
+
+
+def common_latent(query: PoolQuery) -> tuple[int, int]:
+    """Return `kv_lora_rank` and `qk_rope_head_dim`, which all layers of the group have.
+
+    Raises:
+        PlanError: two layers differ, or one keeps no latent; names them.
+    """
+    group = group_of(query)
+    found: dict[tuple[int, int], int] = {}
+    for layer_id, layer in group.layers:
+        if not isinstance(layer.params, MLAParams | DSAParams):
+            raise PlanError(f"layer {layer_id} of group {group.name!r} is of kind {layer.kind!r}, which has no latent")
+        found.setdefault((layer.params.kv_lora_rank, layer.params.qk_rope_head_dim), layer_id)
+    if len(found) > 1:
+        first, second = list(found.values())[:2]
+        raise PlanError(
+            f"layers {first} and {second} of group {group.name!r} have latents of different widths; "
+            "a group holds layers of one shape"
+        )
+    return next(iter(found))

@@ -1,0 +1,155 @@
+"""What an engine sees when layers live in several groups: one pool that finds each layer's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kvdock.errors import PluginError, SlotError
+from kvdock.layout import Buffer
+from kvdock.planned import Parts
+from kvdock.pools.base import BufferInfo, Pool
+from kvdock.pools.storage import unique_storages
+from kvdock.queries import PoolQuery
+
+if TYPE_CHECKING:
+    import torch
+
+
+class RoutedPool(Pool):
+    """Routes by layer id and owns nothing: whatever concerns all layers reaches every part, in their order.
+
+    The parts were given the same options as this pool, whole. A subclass whose parts number slots
+    differently overrides `slots_for`.
+    """
+
+    def __init__(self, query: PoolQuery, parts: Parts) -> None:
+        super().__init__(query, parts)
+        self._part_of: dict[int, str] = {}
+        for name, pool in parts.pools.items():
+            for layer_id in pool.layer_ids:
+                other = self._part_of.setdefault(layer_id, name)
+                if other != name:
+                    raise PluginError(
+                        f"layer {layer_id} is in the groups {other!r} and {name!r}, and {type(self).__name__} "
+                        "routes a layer to one; claim a pool class that knows which buffers are where"
+                    )
+
+    @classmethod
+    def buffers(cls, query: PoolQuery) -> tuple[Buffer, ...]:
+        """Declare nothing: the parts own the tensors."""
+        return ()
+
+    @property
+    def layer_ids(self) -> tuple[int, ...]:
+        """Global ids of the layers of all parts, ascending."""
+        return tuple(sorted(self._part_of))
+
+    def part_of(self, layer_id: int) -> str:
+        """Return the name of the group that keeps a layer.
+
+        Raises:
+            SlotError: none does.
+        """
+        name = self._part_of.get(layer_id)
+        if name is None:
+            raise self.refuse_layer(layer_id)
+        return name
+
+    def slots_for(self, name: str, loc: torch.Tensor) -> torch.Tensor:
+        """Return the slots of a part for the slots that the engine knows; here both are the same."""
+        return loc
+
+    def get_key_buffer(self, layer_id: int) -> torch.Tensor:
+        """Return the keys of a layer, in the numbering of its group."""
+        return self.parts.pools[self.part_of(layer_id)].get_key_buffer(layer_id)
+
+    def get_value_buffer(self, layer_id: int) -> torch.Tensor:
+        """Return the values of a layer, in the numbering of its group."""
+        return self.parts.pools[self.part_of(layer_id)].get_value_buffer(layer_id)
+
+    def set_kv_buffer(
+        self,
+        layer_id: int,
+        loc: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+    ) -> None:
+        """Write keys and values of the engine's slots `loc`."""
+        name = self.part_of(layer_id)
+        self.parts.pools[name].set_kv_buffer(layer_id, self.slots_for(name, loc), k, v, k_scale, v_scale)
+
+    def set_mla_kv_buffer(
+        self, layer_id: int, loc: torch.Tensor, cache_k_nope: torch.Tensor, cache_k_rope: torch.Tensor
+    ) -> None:
+        """Write latents and rope parts of the engine's slots `loc`."""
+        name = self.part_of(layer_id)
+        self.parts.pools[name].set_mla_kv_buffer(layer_id, self.slots_for(name, loc), cache_k_nope, cache_k_rope)
+
+    def get_mla_kv_buffer(
+        self, layer_id: int, loc: torch.Tensor, dst_dtype: torch.dtype | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return copies of the latents and rope parts of the engine's slots `loc`."""
+        name = self.part_of(layer_id)
+        return self.parts.pools[name].get_mla_kv_buffer(layer_id, self.slots_for(name, loc), dst_dtype)
+
+    def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
+        """Copy all that slots own, in every part."""
+        for name, pool in self.parts.pools.items():
+            pool.move_kv_cache(self.slots_for(name, tgt_loc), self.slots_for(name, src_loc))
+
+    def get_cpu_copy(self, indices: torch.Tensor) -> list[torch.Tensor]:
+        """Return host copies of all that slots own, part after part."""
+        return [
+            copy for name, pool in self.parts.pools.items() for copy in pool.get_cpu_copy(self.slots_for(name, indices))
+        ]
+
+    def load_cpu_copy(self, copies: Sequence[torch.Tensor], indices: torch.Tensor) -> None:
+        """Write what `get_cpu_copy` returned.
+
+        Raises:
+            SlotError: another number of copies than the parts return; nothing is written.
+        """
+        counts = {name: len(pool.get_cpu_copy(indices[:0])) for name, pool in self.parts.pools.items()}
+        if len(copies) != sum(counts.values()):
+            raise SlotError(
+                f"{len(copies)} copies for {sum(counts.values())} tensors of the parts "
+                f"{', '.join(counts)}; load what get_cpu_copy of the same pool returned"
+            )
+        start = 0
+        for name, pool in self.parts.pools.items():
+            pool.load_cpu_copy(copies[start : start + counts[name]], self.slots_for(name, indices))
+            start += counts[name]
+
+    def buffer_infos(self) -> list[BufferInfo]:
+        """Describe the per-token tensors of every part; `space` says whose pages they are counted in."""
+        return [info for pool in self.parts.pools.values() for info in pool.buffer_infos()]
+
+    def get_state_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
+        """Return pointers, lengths and bytes per row of the states of every part."""
+        infos = [pool.get_state_buf_infos() for pool in self.parts.pools.values()]
+        pointers, lengths, items = ([value for info in infos for value in info[i]] for i in range(3))
+        return pointers, lengths, items
+
+    def clear(self) -> None:
+        """Zero every buffer of every part."""
+        for pool in self.parts.pools.values():
+            pool.clear()
+
+    def storages(self) -> list[torch.Tensor]:
+        """Return the tensors of every part, and what a subclass declared for itself."""
+        parts = [raw for pool in self.parts.pools.values() for raw in pool.storages()]
+        return parts + self.parts.tensors.storages()
+
+    def breakdown(self) -> dict[str, int]:
+        """Return the bytes of each part by group name; a shared storage counts with the first."""
+        seen: dict[int, int] = {}
+        found: dict[str, int] = {}
+        own = {"": self.parts.tensors.storages()} if self.parts.tensors.names else {}
+        for name, storages in {**{n: p.storages() for n, p in self.parts.pools.items()}, **own}.items():
+            new = {key: size for key, size in unique_storages(storages).items() if key not in seen}
+            seen.update(new)
+            found[name or type(self).__name__] = sum(new.values())
+        return found
