@@ -327,12 +327,13 @@ def test_a_command_line_that_says_nothing_useful_is_refused_in_one_line(argument
     assert "--help" in refusal(*arguments)
 
 
-def test_a_name_that_is_no_text_is_drawn_but_refused_as_json(config, tmp_path):
+def test_a_folder_whose_name_is_no_text_is_planned_under_a_name_that_is(config, tmp_path):
     folder = os.fsencode(tmp_path / "model") + b"\xff"
     Path(os.fsdecode(folder)).mkdir()
     (tmp_path / os.fsdecode(folder) / "config.json").write_text(json.dumps(LLAMA))
-    assert call("plan", os.fsdecode(folder), "--memory", "1GiB").exit_code == 0
-    assert "no Unicode" in refusal("plan", os.fsdecode(folder), "--memory", "1GiB", "--json")
+    result = call("plan", os.fsdecode(folder), "--memory", "1GiB", "--json")
+    assert result.exit_code == 0
+    assert json.loads(result.stdout)["inputs"]["models"][0]["name"] == "model?"
 
 
 def test_an_interrupt_ends_with_130_and_no_words(config, monkeypatch):
@@ -418,7 +419,7 @@ def talkative(tmp_path):
     info = site / "kvdock_talk-1.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kvdock-talk\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[kvdock.hardware]\ntalk = kvdock_talk\n")
+    (info / "entry_points.txt").write_text("[kvdock.families]\ntalk = kvdock_talk\n")
     (site / "kvdock_talk.py").write_text(
         "import os\n"
         "from kvdock import CONTRACT, hookimpl\n"

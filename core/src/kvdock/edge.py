@@ -57,17 +57,19 @@ def plan(
     """
     chosen = make_options(options)
     sizes = make_parallelism(parallel)
-    registry = registry if registry is not None else _registry_for(device, chosen)
+    registry = registry if registry is not None else _registry_for(device, chosen, budget_bytes)
     info = find_device(device, registry, budget_bytes)
     models, read_by = read_models(model, chosen, registry)
     made = plan_from(models, info, chosen, sizes, registry, budget_bytes=budget_bytes, weights_bytes=weights_bytes)
     return msgspec.structs.replace(made, read_by=read_by)
 
 
-def _registry_for(device: str | DeviceInfo | None, options: CacheOptions) -> Registry:
-    """Import only the hardware that may matter: the plugin that the device names, or its type's."""
+def _registry_for(device: str | DeviceInfo | None, options: CacheOptions, budget_bytes: int | None) -> Registry:
+    """Import only the hardware that may matter: the plugin that the device names; none for a bare budget."""
     if isinstance(device, DeviceInfo):
         return installed(options)
+    if device is None and budget_bytes is not None:
+        return installed(options, hardware=set())
     names = {candidate.name for candidate in candidates() if candidate.tier == "hardware"}
     owner = (device or "").split(":", 1)[0]
     if owner in names:

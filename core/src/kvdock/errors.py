@@ -6,7 +6,6 @@ the solver and works when it is used.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 
 
@@ -58,6 +57,8 @@ class SlotError(KVDockError):
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return ``; did you mean 'x'?`` for the closest of `known`, or an empty string."""
+    import difflib  # only for a message: every start of the command line would pay for it
+
     names = sorted(known)
     match = difflib.get_close_matches(name, names, n=1, cutoff=0.5) or [k for k in names if name and k.startswith(name)]
     return f"; did you mean {match[0]!r}?" if match else ""

@@ -60,7 +60,9 @@ class NoParams(LayerParams, frozen=True, kw_only=True):
     """The shape of a layer that keeps nothing (kind ``none``)."""
 
 
-CORE_PARAMS: Mapping[str, type[LayerParams]] = MappingProxyType({"mha": MHAParams, "mla": MLAParams, "dsa": DSAParams, "none": NoParams})
+CORE_PARAMS: Mapping[str, type[LayerParams]] = MappingProxyType(
+    {"mha": MHAParams, "mla": MLAParams, "dsa": DSAParams, "none": NoParams}
+)
 """The shape struct of each kind that core's families produce."""
 
 CORE_KINDS = frozenset({"mha", "mla", "dsa", "sparse_index", "state"})
@@ -106,6 +108,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     warnings: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        for text in (self.name, self.architecture):
+            if not text.isascii() and text.encode("utf-8", "replace") != text.encode("utf-8", "surrogatepass"):
+                raise PlanError(f"model name or architecture {text!a} is no valid text; give one in UTF-8")
         if not 0 < len(self.layers) <= MAX_LAYERS:
             raise PlanError(f"model {self.name!r} has {len(self.layers)} layers; 1 … {MAX_LAYERS} can be planned")
         if not 0 < self.context_length <= MAX_CONTEXT:

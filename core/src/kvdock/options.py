@@ -333,11 +333,20 @@ def _make(cls: type[Any], values: Mapping[str, Any], what: str) -> Any:
     for name in values:
         if name not in cls.__struct_fields__:
             raise PlanError(f"no {what} is called {name!r}{nearest(name, cls.__struct_fields__)}")
-    given = {name: _plain(value) for name, value in values.items() if value is not None}
+    types = {field.name: field.type for field in msgspec.structs.fields(cls)}
+    given = {}
+    for name, value in values.items():
+        if value is not None:
+            given[name] = _converted(what, name, value, types[name])
+    return cls(**given)
+
+
+def _converted(what: str, name: str, value: Any, type_: Any) -> Any:
     try:
-        return msgspec.convert(given, cls)
+        return msgspec.convert(_plain(value), type_)
     except msgspec.ValidationError as error:
-        raise PlanError(f"{what}: {error}") from error
+        reason = str(error).replace(" | null", "")
+        raise PlanError(f"{what} {name}={value!r} does not fit: {reason[:1].lower()}{reason[1:]}") from error
 
 
 def _plain(value: Any) -> Any:

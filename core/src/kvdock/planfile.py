@@ -8,7 +8,6 @@ field. Nothing is ever imported by a name that a file holds.
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -53,7 +52,7 @@ def dump(plan: CachePlan) -> str:
     data = {
         "schema": SCHEMA,
         "contract": CONTRACT,
-        "plugins": plugin_versions(outline.registry),
+        "plugins": plugin_versions(plan),
         "inputs": {
             "models": [model_to_builtins(model) for model in outline.models],
             "device": msgspec.to_builtins(outline.device),
@@ -68,9 +67,15 @@ def dump(plan: CachePlan) -> str:
     return msgspec.json.format(msgspec.json.encode(data), indent=2).decode()
 
 
-def plugin_versions(registry: Registry) -> dict[str, str]:
-    """Return name → version of every plugin that could have answered."""
-    return {member.name: member.version for member in registry.members}
+def plugin_versions(plan: CachePlan) -> dict[str, str]:
+    """Return name → version of every plugin that decided something in `plan`."""
+    decided = {
+        answer.plugin
+        for decision in (*plan.read_by, *plan.outline.decisions)
+        for answer in decision.answers
+        if answer.outcome == "claimed"
+    }
+    return {member.name: member.version for member in plan.outline.registry.members if member.name in decided}
 
 
 def _given(options: Any) -> dict[str, Any]:
@@ -86,7 +91,7 @@ def load(text: str | bytes, registry: Registry | None = None) -> CachePlan:
     registry = registry if registry is not None else installed(options)
     _compare_plugins(_section(data, "plugins"), registry)
     plan = _plan_again(inputs, options, registry)
-    written = json.loads(dump(plan))
+    written = msgspec.json.decode(dump(plan))
     for name in ("options", *RESULTS):
         if name not in data:
             raise PlanError(f"plan file: field {name!r} is missing; plan again")
@@ -145,13 +150,13 @@ def _plan_again(inputs: dict[str, Any], options: Any, registry: Registry) -> Cac
 
 
 def _compare_plugins(written: dict[str, Any], registry: Registry) -> None:
-    now = plugin_versions(registry)
-    for name in sorted({*written, *now}):
-        if written.get(name) != now.get(name):
-            was = written.get(name, "absent")
+    """Refuse other versions of the plugins that decided; what others would decide shows in the results."""
+    now = {member.name: member.version for member in registry.members}
+    for name, version in sorted(written.items()):
+        if version != now.get(name):
             raise PlanError(
-                f"plan file: plugins.{name} was {was} when the plan was made and is {now.get(name, 'absent')} now; "
-                "plan again"
+                f"plan file: plugins.{name} was {version!r} when the plan was made and is {now.get(name, 'absent')!r} "
+                "now; plan again, or install what was there"
             )
 
 

@@ -231,6 +231,11 @@ def plan_with(
 def _sized(outline: Outline, budget: Budget, cap_tokens: int | None) -> CachePlan:
     problem = _problem(outline, cap_tokens)
     warnings: list[str] = list(outline.warnings)
+    if budget.base == "fraction" and outline.device.index is None and not budget.weights_bytes:
+        warnings.append(
+            f"no weights are taken off the memory of {outline.device.name}; give weights_bytes (--weights), "
+            "what they take on this rank"
+        )
     asked = budget
     try:
         budget = _authoritative_budget(outline, problem, budget, warnings)

@@ -123,10 +123,15 @@ def test_500_distributions_cost_one_scan(tmp_path, monkeypatch):
         write_dist(tmp_path, f"other-{number}", "1.0", "[console_scripts]\nrun = other:main\n")
     write_dist(tmp_path, "kvdock-x", "1.0", "[kvdock.families]\nx = x_hooks\n")
     scans, parsed = [], []
-    real, metadata = importlib_metadata.distributions, importlib_metadata.Distribution.metadata
+    real, read_text = importlib_metadata.distributions, importlib_metadata.PathDistribution.read_text
     monkeypatch.setattr(importlib_metadata, "distributions", lambda **where: scans.append(where) or real(**where))
-    counted = property(lambda dist: parsed.append(dist) or metadata.fget(dist))
-    monkeypatch.setattr(importlib_metadata.Distribution, "metadata", counted)
+
+    def counted(dist, filename):
+        if filename in ("METADATA", "PKG-INFO"):
+            parsed.append(dist)
+        return read_text(dist, filename)
+
+    monkeypatch.setattr(importlib_metadata.PathDistribution, "read_text", counted)
     first = discover([str(tmp_path)])
     assert discover([str(tmp_path)]) is first
     assert [c.name for c in first] == ["x"]

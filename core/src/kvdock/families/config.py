@@ -52,7 +52,7 @@ def load_config(source: Any, *, fetch: Fetch | None = None) -> tuple[str, dict[s
         repository = text.removeprefix(HUB_PREFIX)
         return repository, _read(Path(_fetched(repository, fetch or fetch_from_hub)))
     path = _find(text)
-    return _name(path), _read(path)
+    return _name(path).encode("utf-8", "replace").decode(), _read(path)
 
 
 def _from_data(source: Mapping[Any, Any]) -> tuple[str, dict[str, Any]]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
-import logging
+import os
 import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import importlib_metadata
@@ -20,8 +21,6 @@ RESERVED = frozenset({"core", "cpu"})
 
 NAME = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)?")
 """What a plugin may be called; a device is ``plugin:name`` and a preference ``hook=plugin``."""
-
-log = logging.getLogger("kvdock")
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,14 +65,23 @@ def _scan(path: tuple[str, ...]) -> tuple[Candidate, ...]:
 
 def _read(path: tuple[str, ...]) -> Iterator[Candidate]:
     """Yield every candidate, path entry by path entry; the newest metadata of an entry comes first."""
-    for entry in path:
+    for entry in filter(_exists, path):
         found: list[Candidate] = []
         for distribution in importlib_metadata.distributions(path=[entry]):
             try:
                 found += _candidates(distribution)
             except (OSError, ValueError) as error:
-                log.warning("the metadata of a distribution cannot be read and is skipped: %s", error)
+                import logging  # only then: every start of the command line would pay for it
+
+                logging.getLogger("kvdock").warning(
+                    "the metadata of a distribution cannot be read and is skipped: %s", error
+                )
         yield from sorted(found, key=lambda candidate: _numbers(candidate.version), reverse=True)
+
+
+def _exists(entry: str) -> bool:
+    """Tell whether a path entry is there; for one that is not, the library would import `zipfile` to look inside."""
+    return Path(entry or os.curdir).exists()
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -87,19 +95,28 @@ def _candidates(distribution: Any) -> list[Candidate]:
     points = [point for point in distribution.entry_points if point.group in GROUPS]
     if not points:
         return []
-    metadata = distribution.metadata
+    name, version = _name_and_version(distribution)
     return [
         Candidate(
             name=point.name,
             tier=GROUPS[point.group],
             group=point.group,
             value=point.value,
-            distribution=metadata.get("Name") or "",
-            version=metadata.get("Version") or "",
+            distribution=name,
+            version=version,
             needs=tuple(point.name.split(".")) if GROUPS[point.group] == "variant" else (),
         )
         for point in points
     ]
+
+
+def _name_and_version(distribution: Any) -> tuple[str, str]:
+    """Return the two fields from the head of the metadata; the library's parser would import all of `email`."""
+    text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
+    fields = dict(
+        line.split(":", 1) for line in text.split("\n\n", 1)[0].splitlines() if line[:1].strip() and ":" in line
+    )
+    return fields.get("Name", "").strip(), fields.get("Version", "").strip()
 
 
 def _checked(candidate: Candidate, same_name: list[Candidate]) -> Candidate:

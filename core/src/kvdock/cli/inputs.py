@@ -1,0 +1,198 @@
+"""Arguments that commands share: sizes, options, parallel sizes, and what `kvdock.plan` gets of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from decimal import Decimal
+from functools import reduce
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+import msgspec
+
+from kvdock.errors import PlanError, nearest
+from kvdock.options import CacheOptions, make_options
+
+if TYPE_CHECKING:
+    from kvdock.planner import CachePlan
+
+MAX_BYTES = 2**63 - 1
+_UNITS = {"": 1, "b": 1} | {
+    f"{prefix}{ending}": base ** (power + 1)
+    for power, prefix in enumerate("kmgt")
+    for ending, base in (("b", 1000), ("ib", 1024))
+}
+_LISTS = frozenset({"plugins", "no_plugins", "prefer"})
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes that `text` states: ``40GiB``, ``80GB``, ``1.5 TiB``, ``1073741824``.
+
+    Raises:
+        PlanError: no number, no unit that is known, or more than 2^63 - 1 bytes.
+    """
+    found = re.fullmatch(r"([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([A-Za-z]*)", text.strip())
+    factor = _UNITS.get(found[2].lower()) if found else None
+    if found is None or factor is None:
+        raise PlanError(f"{text!r} is no size; write it as 40GiB, 80GB, 512MiB or plain bytes")
+    nbytes = int(Decimal(found[1]) * factor)
+    if nbytes > MAX_BYTES:
+        raise PlanError(f"{text!r} is more than any device has (2^63 - 1 bytes); write it as 40GiB or 80GB")
+    return nbytes
+
+
+def read_bytes(context: click.Context, parameter: click.Parameter, text: str | None) -> int | None:
+    """Return the bytes of an argument, or ``None`` without one."""
+    if text is None:
+        return None
+    try:
+        return parse_size(text)
+    except PlanError as error:
+        raise click.BadParameter(str(error), context, parameter) from error
+
+
+def read_memory(context: click.Context, parameter: click.Parameter, text: str | None) -> int | None:
+    """Return the bytes of an argument that cannot be nothing."""
+    nbytes = read_bytes(context, parameter, text)
+    if nbytes == 0:
+        raise click.BadParameter(f"{text!r} is no memory at all; write it as 40GiB or 80GB", context, parameter)
+    return nbytes
+
+
+def read_whole(context: click.Context, parameter: click.Parameter, text: str | None) -> int | None:
+    """Return a whole number (8.0 is one), or ``None`` without one; its range is checked where it is used."""
+    if text is None:
+        return None
+    if not re.fullmatch(r"[+-]?[0-9]{1,18}(\.0*)?", text.strip()):
+        raise click.BadParameter(f"{text!r} is no whole number; give one such as 8", context, parameter)
+    return int(text.strip().partition(".")[0])
+
+
+_OPTION_FLAGS = (
+    click.option("--page-size", "page_size", callback=read_whole, metavar="N", help="Tokens a page."),
+    click.option("--kv-cache-dtype", "kv_cache_dtype", metavar="DTYPE", help="auto, bfloat16, fp8_e4m3 …"),
+    click.option("--context", "context_length", callback=read_whole, metavar="N", help="Longest request in tokens."),
+    click.option(
+        "--max-requests", "max_running_requests", callback=read_whole, metavar="N", help="Requests at the same time."
+    ),
+    click.option(
+        "--max-tokens", "max_total_tokens", callback=read_whole, metavar="N", help="Tokens to plan for, per rank."
+    ),
+    click.option(
+        "--mem-fraction", "mem_fraction_static", type=float, help="Share of the memory for weights and cache."
+    ),
+    click.option(
+        "--hybrid-swa", "hybrid_swa", type=click.Choice(["auto", "on", "off"]), help="Pool of sliding layers."
+    ),
+    click.option("--swa-ratio", "swa_full_tokens_ratio", type=float, help="Sliding slots per full slot."),
+    click.option(
+        "--chunked-prefill-size",
+        "chunked_prefill_size",
+        callback=read_whole,
+        metavar="N",
+        help="Tokens of a prefill chunk.",
+    ),
+    click.option("--no-prefix-cache", "no_prefix_cache", is_flag=True, help="Keep no prefixes for later requests."),
+    click.option("--prefer", "prefer", multiple=True, metavar="HOOK=PLUGIN", help="Settle a tie; repeatable."),
+    click.option("--option", "option", multiple=True, metavar="NAME=VALUE", help="Any other option; repeatable."),
+)
+_PLUGIN_FLAGS = (
+    click.option("--plugin", "plugins", multiple=True, metavar="NAME", help="Allow this plugin only; repeatable."),
+    click.option("--no-plugin", "no_plugins", multiple=True, metavar="NAME", help="Leave a plugin out; repeatable."),
+    click.option("--strict", "strict", is_flag=True, help="Warnings are errors."),
+)
+_PARALLEL_FLAGS = (
+    click.option("--tp", "tp_size", callback=read_whole, metavar="N", help="Tensor-parallel ranks."),
+    click.option("--pp", "pp_size", callback=read_whole, metavar="N", help="Pipeline stages."),
+    click.option("--pp-rank", "pp_rank", callback=read_whole, metavar="N", help="Stage to plan."),
+    click.option("--dp", "dp_size", callback=read_whole, metavar="N", help="Data-parallel workers."),
+    click.option("--dp-attention", "dp_attention", is_flag=True, help="Attention is data-parallel."),
+    click.option("--dcp", "dcp_size", callback=read_whole, metavar="N", help="Decode-context-parallel ranks."),
+    click.option("--cp", "cp_size", callback=read_whole, metavar="N", help="Context-parallel ranks."),
+    click.option("--cp-rank", "cp_rank", callback=read_whole, metavar="N", help="Context-parallel rank to plan."),
+)
+_PLACE_FLAGS = (
+    click.argument("model"),
+    click.option("--device", help="h200, cuda:h200, cpu, cuda:0 …; see kvdock devices."),
+    click.option(
+        "--memory", callback=read_memory, metavar="SIZE", help="Bytes for all that kvdock allocates: 40GiB, 80GB."
+    ),
+    click.option("--weights", callback=read_bytes, metavar="SIZE", help="Bytes of the weights on this rank: 16GiB."),
+)
+_PARALLEL_NAMES = ("tp_size", "pp_size", "pp_rank", "dp_size", "dp_attention", "dcp_size", "cp_size", "cp_rank")
+_NOT_OPTIONS = frozenset({*_PARALLEL_NAMES, "option", "no_prefix_cache"})
+
+
+def _decorate(flags: Iterable[Callable[[Any], Any]], command: F) -> F:
+    return reduce(lambda decorated, flag: flag(decorated), reversed(tuple(flags)), command)
+
+
+def plan_arguments(command: F) -> F:
+    """Give a command the arguments that make a plan."""
+    return _decorate((*_PLACE_FLAGS, *_PARALLEL_FLAGS, *_OPTION_FLAGS, *_PLUGIN_FLAGS), command)
+
+
+def plugin_arguments(command: F) -> F:
+    """Give a command the flags that allow and deny plugins."""
+    return _decorate(_PLUGIN_FLAGS, command)
+
+
+def make_plan(
+    model: str, device: str | None, memory: int | None, weights: int | None, values: Mapping[str, Any]
+) -> CachePlan:
+    """Return the plan for a command's arguments; `values` are those of options and parallel sizes.
+
+    Raises:
+        KVDockError: what cannot be served, and what would work.
+    """
+    from kvdock import edge
+
+    return edge.plan(
+        model,
+        device=device,
+        options=read_options(values),
+        parallel={name: values[name] for name in _PARALLEL_NAMES},
+        budget_bytes=memory,
+        weights_bytes=weights,
+    )
+
+
+def read_options(values: Mapping[str, Any]) -> CacheOptions:
+    """Return the options that flags and ``--option NAME=VALUE`` state.
+
+    Raises:
+        PlanError: an unknown name, a value that does not fit, or an option that is given twice.
+    """
+    options = {name: value for name, value in values.items() if name not in _NOT_OPTIONS and _is_given(value)}
+    if values.get("no_prefix_cache"):
+        options["prefix_cache"] = False
+    for pair in values.get("option", ()):
+        name, equals, text = pair.partition("=")
+        name = name.strip().replace("-", "_")
+        if not equals:
+            raise PlanError(f"--option {pair!r} has no value; write it as --option page_size=16")
+        if name not in CacheOptions.__struct_fields__:
+            raise PlanError(f"no option is called {name!r}{nearest(name, CacheOptions.__struct_fields__)}")
+        if name in options:
+            raise PlanError(f"{name} is given twice; give it once")
+        options[name] = _value(name, text.strip())
+    return make_options(options)
+
+
+def _is_given(value: Any) -> bool:
+    return value is not None and value is not False and value != ()
+
+
+def _value(name: str, text: str) -> Any:
+    """Return what `text` says: a number, true, a list … as in JSON, else the text itself."""
+    try:
+        value = msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError):
+        value = text
+    if name in _LISTS and isinstance(value, str):
+        return [part.strip() for part in value.split(",") if part.strip()]
+    if value is None:
+        raise PlanError(f"{name}={text} states nothing; leave the option out")
+    return value

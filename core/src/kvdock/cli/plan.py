@@ -1,0 +1,56 @@
+"""``kvdock plan``: what fits, where every byte goes, and why."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvdock.cli.inputs import make_plan, plan_arguments
+from kvdock.cli.text import foreign_prints_to_stderr, printable
+from kvdock.errors import PlanError
+
+if TYPE_CHECKING:
+    from kvdock.planner import CachePlan
+
+
+@click.command("plan")
+@plan_arguments
+@click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
+@click.option("--explain", "as_text", is_flag=True, help="Print every decision and every byte.")
+def command(
+    model: str,
+    device: str | None,
+    memory: int | None,
+    weights: int | None,
+    as_json: bool,
+    as_text: bool,
+    **values: Any,
+) -> None:
+    """Plan the KV cache of MODEL (a config.json, a model folder, or hf:org/name) on one rank.
+
+    Without --device and --memory the one live accelerator is planned for.
+    """
+    if device is not None and memory is not None:
+        raise click.UsageError("--device and --memory both say how much memory there is; give one of them")
+    if as_json and as_text:
+        raise click.UsageError("--json and --explain are two ways to print one plan; give one of them")
+    with foreign_prints_to_stderr():
+        made = make_plan(model, device, memory, weights, values)
+        text = _json(made) if as_json else made.explain() if as_text else None
+    if text is None:
+        from kvdock.cli.render import draw_plan
+
+        draw_plan(made)
+    elif as_json:
+        click.echo(text.encode())
+    else:
+        click.echo(printable(text, keep="\n"))
+
+
+def _json(plan: CachePlan) -> str:
+    try:
+        return plan.to_json()
+    except UnicodeEncodeError as error:
+        reason = f"the plan of {plan.model.name!r} holds text that is no Unicode, which JSON cannot"
+        raise PlanError(f"{reason}; rename the model's folder or mend its config.json") from error

@@ -1,0 +1,97 @@
+"""What the conformance suites share: a plan, its build, and the rule that no check goes missing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar
+
+import pytest
+
+from kvdock.builder import KVCache, build
+from kvdock.builtin import BUILTINS
+from kvdock.device import DeviceInfo
+from kvdock.model import LayerSpec, MHAParams, ModelSpec
+from kvdock.options import Parallelism, make_options
+from kvdock.planner import CachePlan, plan_from
+from kvdock.plugins.loading import Registry
+
+SMALL_MODEL = ModelSpec(
+    name="conformance",
+    architecture="Conformance",
+    layers=(LayerSpec(kind="mha", params=MHAParams(num_kv_heads=2, head_dim=8, v_head_dim=8)),) * 3,
+    context_length=256,
+    dtype="bfloat16",
+)
+"""Three layers of two heads: small enough that every slot can be compared."""
+
+
+def unsupported(reason: str) -> Callable[[Any], None]:
+    """Return a replacement for a check that cannot hold; it is reported as skipped, with the reason.
+
+    Raises:
+        TypeError: the reason is empty.
+    """
+    if not reason.strip():
+        raise TypeError("unsupported() needs the reason why the check cannot hold")
+
+    def check(self: Any) -> None:
+        pytest.skip(reason)
+
+    check.reason = reason  # type: ignore[attr-defined]
+    return check
+
+
+class Suite:
+    """What both suites share: a plan of `model` for `device`, made by the core and `plugins`, and its build."""
+
+    plugins: ClassVar[tuple[tuple[str, Any], ...]] = ()
+    """Pairs of a name and a module or object with hooks, taken as hardware beside the core."""
+    device: ClassVar[DeviceInfo]
+    """The profile to plan for."""
+    torch_device: ClassVar[str] = "cpu"
+    """Where the plan is built."""
+    model: ClassVar[ModelSpec] = SMALL_MODEL
+    options: ClassVar[Mapping[str, Any]] = {}
+    page_sizes: ClassVar[tuple[int, ...]] = (16, 64)
+    budget_bytes: ClassVar[int] = 2**20
+    seeds: ClassVar[tuple[int, ...]] = (1, 2)
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name, original in _checks(cls):
+            found = getattr(cls, name, None)
+            if found is not original and not getattr(found, "reason", None):
+                raise TypeError(
+                    f"{cls.__name__} replaces the check {name} without a reason; "
+                    f"give one: {name} = unsupported('why it cannot hold')"
+                )
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """Run what depends on pages with each page size, and what is random with each seed."""
+        for name, values in (("page_size", self.page_sizes), ("seed", self.seeds)):
+            if name in metafunc.fixturenames:
+                metafunc.parametrize(name, values, ids=[f"{name}={value}" for value in values])
+
+    @pytest.fixture
+    def plan(self, page_size: int) -> CachePlan:
+        """Give the plan under test."""
+        registry = Registry()
+        for name, plugin in BUILTINS:
+            registry.add(plugin, name=name, tier="core")
+        for name, plugin in self.plugins:
+            registry.add(plugin, name=name, tier="hardware")
+        options = make_options({"page_size": page_size, **self.options})
+        return plan_from((self.model,), self.device, options, Parallelism(), registry, budget_bytes=self.budget_bytes)
+
+    @pytest.fixture
+    def cache(self, plan: CachePlan) -> KVCache:
+        """Give what is built from the plan."""
+        pytest.importorskip("torch")
+        return build(plan, device=self.torch_device, debug=False)
+
+
+def _checks(cls: type[Suite]) -> Iterator[tuple[str, Any]]:
+    """Yield the name and the original of every check that `cls` inherits from a suite of this package."""
+    for base in cls.__mro__:
+        if base.__module__.startswith(__package__) and base is not cls:
+            yield from ((name, value) for name, value in vars(base).items() if name.startswith("test_"))

@@ -1,0 +1,3 @@
+"""The acme accelerator for kvdock."""
+
+__version__ = "0.1.0"
