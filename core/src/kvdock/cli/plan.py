@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from kvdock.cli.inputs import make_plan, plan_arguments
 from kvdock.cli.text import foreign_prints_to_stderr, printable
-from kvdock.errors import PlanError
-
-if TYPE_CHECKING:
-    from kvdock.planner import CachePlan
 
 
 @click.command("plan")
@@ -37,7 +33,7 @@ def command(
         raise click.UsageError("--json and --explain are two ways to print one plan; give one of them")
     with foreign_prints_to_stderr():
         made = make_plan(model, device, memory, weights, values)
-        text = _json(made) if as_json else made.explain() if as_text else None
+        text = made.to_json() if as_json else made.explain() if as_text else None
     if text is None:
         from kvdock.cli.render import draw_plan
 
@@ -46,11 +42,3 @@ def command(
         click.echo(text.encode())
     else:
         click.echo(printable(text, keep="\n"))
-
-
-def _json(plan: CachePlan) -> str:
-    try:
-        return plan.to_json()
-    except UnicodeEncodeError as error:
-        reason = f"the plan of {plan.model.name!r} holds text that is no Unicode, which JSON cannot"
-        raise PlanError(f"{reason}; rename the model's folder or mend its config.json") from error
