@@ -1,14 +1,18 @@
 """Plans of invented models with round numbers, and the cases that people reported about sizes."""
 
+import itertools
+
 import kvdock
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kvdock.builtin import BUILTINS
 from kvdock.device import DeviceInfo
-from kvdock.errors import BudgetError, PlanError, UnsupportedCombination
+from kvdock.errors import BudgetError, PlanError, PluginError, UnsupportedCombination
 from kvdock.model import LayerSpec, MHAParams, MLAParams, ModelSpec
 from kvdock.plugins.loading import Registry
+from kvdock.pools import MHAPool
+from kvdock.sizing import Problem, Solver
 
 GIB = 2**30
 IDLE = DeviceInfo(device_type="cpu", name="idle", total_bytes=2**40, free_before_load_bytes=2**40, free_bytes=2**40)
@@ -286,8 +290,16 @@ def test_a_plan_is_read_back_from_json():
         ('"page_size": 16', '"page_size": 32', "is .* but planning again gives"),
         ('"schema"', '"schemas"', "schema is None"),
         ('"inputs"', '"input"', "no field is called 'input'; did you mean 'inputs'"),
-        ('"cap_tokens": null', '"cap_tokens": "x"', "cap_tokens|inputs"),
-        ("{", "", "not valid JSON"),
+        ('"cap_tokens": null', '"cap_tokens": "x"', "inputs.cap_tokens: Expected `int | null`"),
+        ('"cap_tokens": null', '"cap": null', "no field is called 'inputs.cap'; did you mean 'cap_tokens'"),
+        (
+            '"budget_bytes": 1073741824',
+            '"budget_bytes": 1073741825',
+            r"budget\.\w+ is 1073741824, but planning again gives 1073741825",
+        ),
+        ('"page_size": 16', '"page_size": 16, "page_size": 16', "the key 'page_size' is there twice"),
+        ('\n  "host_bytes": ', '\n  "host_bytes": 1, "x": ', "no field is called 'x'"),
+        ("{", "", "plan file ends too early|plan file is not JSON"),
     ],
 )
 def test_an_edited_plan_file_is_refused_naming_the_field(old, new, message):
@@ -334,7 +346,7 @@ def test_a_plugin_that_decides_nothing_does_not_spoil_a_plan_file():
     assert kvdock.CachePlan.from_json(text, registry=registry).to_json() == text
 
 
-@pytest.mark.parametrize("text", ["[]", "null", "[" * 5000, b"\xff\xfe", "{}", '{"schema": 3}'])
+@pytest.mark.parametrize("text", ["[]", "null", "[" * 5000, b"\xff\xfe", "{}", '{"schema": 3}', "\ud800", None, 3])
 def test_what_is_no_plan_file_is_refused(text):
     with pytest.raises(PlanError, match="plan file"):
         kvdock.CachePlan.from_json(text, registry=core_registry())
@@ -408,3 +420,102 @@ def test_a_draft_of_sliding_layers_alone_translates_full_slots():
         ("full", "full"),
         ("draft.swa", "swa"),
     ]
+
+
+def test_an_edited_device_or_budget_of_a_fraction_is_recomputed():
+    made = plan([mha()], budget=None, device=loaded_device(), options={"mem_fraction_static": 0.6})
+    text = made.to_json()
+    assert kvdock.CachePlan.from_json(text, registry=core_registry()).budget == made.budget
+    edited = text.replace('"free_bytes": 21474836480', '"free_bytes": 21474836479', 1)
+    assert edited != text
+    with pytest.raises(PlanError, match=r"plan file: .* but planning again gives"):
+        kvdock.CachePlan.from_json(edited, registry=core_registry())
+
+
+def test_explain_keeps_who_read_the_model():
+    made = kvdock.plan("tests/models/llama-3.1-8b.json", device=IDLE, budget_bytes=GIB, registry=core_registry())
+    for same in (made, made.replan(GIB), kvdock.CachePlan.from_json(made.to_json(), registry=core_registry())):
+        assert "read_model: " in same.explain()
+
+
+@pytest.mark.parametrize(("page", "asked"), [(1, 40_000), (16, 10_000), (64, 4000), (256, 1000)])
+def test_the_number_of_requests_that_an_error_suggests_works(page, asked):
+    options = {"page_size": page, "max_running_requests": asked}
+    with pytest.raises(
+        BudgetError, match=rf"max_running_requests={asked} needs .*max_running_requests=\d+ fits"
+    ) as caught:
+        plan([mha()] * 32, budget=2**34, options=options)
+    fits = int(str(caught.value).split("max_running_requests=")[2].split(" ")[0])
+    made = plan([mha()] * 32, budget=2**34, options=options | {"max_running_requests": fits})
+    assert made.max_running_requests == fits < asked
+    generous = plan([mha()] * 32, budget=caught.value.needed_bytes, options=options)
+    assert generous.max_running_requests == asked or page == 1
+
+
+def test_suggestions_count_the_floor_of_sliding_layers():
+    layers = [mha(window_tokens=4095)] * 4
+    options = {"max_running_requests": 7, "chunked_prefill_size": 2048}
+    with pytest.raises(BudgetError) as caught:
+        plan(layers, budget=4 * 2**20, context=8192, options=options)
+    made = plan(layers, budget=caught.value.needed_bytes, context=8192, options=options)
+    assert made.max_running_requests == 7
+
+
+def test_requests_never_exceed_half_the_tokens_of_a_capped_plan():
+    made = plan([mha()], options={"page_size": 16, "max_running_requests": 64, "max_total_tokens": 100})
+    assert (made.spaces["full"], made.spaces["requests"]) == (96, 48)
+
+
+def test_more_budget_never_serves_fewer_tokens_where_tables_take_a_large_share():
+    layers = [mha(window_tokens=127 if i % 2 else None) for i in range(4)]
+    served = [
+        plan(layers, budget=budget, options={"request_table_share": 0.9}).spaces["full"]
+        for budget in range(5 * 2**20, 20 * 2**20, 2**19)
+    ]
+    rows = 131_076 * 4 // (4 * 8 * 128 * 2 * 2) + 2  # tokens that one more request row may cost
+    assert all(later >= earlier - rows for earlier, later in itertools.pairwise(served))
+
+
+def test_a_page_is_never_short_while_the_automatic_request_limit_stays():
+    made = plan([mha()] * 2, budget=5 * 2**20, context=4096, options={"page_size": 16, "request_table_share": 1.0})
+    pinned = {"requests": made.spaces["requests"]}
+    problem = Problem(spaces=made.outline.spaces, buffers=made.outline.buffers, page_size=16)
+    assert Solver(problem, made.budget_bytes, pinned).nbytes(made.spaces["full"] + 16) > made.budget_bytes
+
+
+def test_stated_tokens_beyond_the_memory_are_named_with_both_inputs():
+    # S-18: the fraction leaves nothing and the stated tokens do not fit the free memory either
+    options = {"mem_fraction_static": 0.65, "max_total_tokens": 1_000_000}
+    with pytest.raises(BudgetError, match=r"mem_fraction_static=0\.65.*max_total_tokens=1000000"):
+        plan([mha(8, 128)] * 8, budget=None, device=loaded_device(), options=options, weights_bytes=16 * GIB)
+
+
+def test_a_page_as_large_as_the_numbering_is_refused_by_name():
+    with pytest.raises(PlanError, match="page_size=2147483647 leaves no room"):
+        plan([mha()], options={"page_size": 2**31 - 1})
+
+
+class Explodes(MHAPool):
+    @classmethod
+    def buffers(cls, query):
+        raise KeyError("boom")
+
+
+class AnswersAList(MHAPool):
+    @classmethod
+    def buffers(cls, query):
+        return list(super().buffers(query))
+
+
+@pytest.mark.parametrize(
+    ("pool", "message"),
+    [
+        (Explodes, r"plugin 'acme': .*Explodes\.buffers raised KeyError: 'boom' for 'full'"),
+        (AnswersAList, r"plugin 'acme': .*AnswersAList\.buffers must return a tuple of Buffer, not list"),
+    ],
+)
+def test_a_class_that_declares_nonsense_is_an_error_of_its_plugin(mock_plugin, pool, message):
+    registry = core_registry()
+    registry.add(mock_plugin("acme", tier="hardware", pool=lambda query: pool if query.kind == "mha" else None))
+    with pytest.raises(PluginError, match=message):
+        kvdock.plan(model([mha()]), device=IDLE, budget_bytes=GIB, registry=registry)

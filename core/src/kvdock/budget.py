@@ -78,12 +78,17 @@ def _fraction_budget(device: DeviceInfo, options: CacheOptions, weights_bytes: i
     )
 
 
-def refuse_budget(error: BudgetError, budget: Budget, device: DeviceInfo, fraction: float | None) -> BudgetError:
+def refuse_budget(error: BudgetError, budget: Budget, device: DeviceInfo, options: CacheOptions) -> BudgetError:
     """Return `error` with the advice that fits the way in which the budget was found."""
     if budget.base == "given":
         advice = f"give at least {show_bytes(error.needed_bytes)}"
     else:
-        advice = _fraction_advice(error.needed_bytes, budget, device, fraction)
+        advice = _fraction_advice(error.needed_bytes, budget, device, options.mem_fraction_static)
+    if budget.base == "fraction" and options.max_total_tokens is not None:
+        advice += (
+            f", or fewer than max_total_tokens={options.max_total_tokens}, for which only "
+            f"{show_bytes(max(0, budget.free_bytes))} are free"
+        )
     return BudgetError(
         f"{error}; {advice}, or plan for less: a shorter context_length, fewer max_running_requests, "
         "a narrower kv_cache_dtype",

@@ -10,7 +10,7 @@ import msgspec
 
 from kvdock.allocators.base import Allocator
 from kvdock.device import DeviceInfo
-from kvdock.errors import PlanError, PluginError, UnsupportedCombination, nearest
+from kvdock.errors import KVDockError, PlanError, PluginError, UnsupportedCombination, nearest
 from kvdock.families import groups as families_groups
 from kvdock.features import FEATURE_OPTIONS, features_asked
 from kvdock.layout import Buffer, LayerGroup, Space
@@ -18,7 +18,7 @@ from kvdock.model import ModelSpec
 from kvdock.options import DEFAULTS, CacheOptions, Parallelism, ResolvedOptions
 from kvdock.planned import Planned
 from kvdock.plugins import resolve
-from kvdock.plugins.loading import Registry
+from kvdock.plugins.loading import Registry, describe, stdout_to_stderr
 from kvdock.plugins.resolve import Decision
 from kvdock.pools.base import Pool
 from kvdock.queries import (
@@ -335,7 +335,7 @@ class _Builder:
         if cls is None:
             return None
         name = group.name if group is not None else f"{worker} router"
-        buffers = _declared(cls, query, name, worker, spaces)
+        buffers = _declared(cls, query, name, decision.plugin, spaces)
         return PoolChoice(name=name, plugin=decision.plugin, query=query, cls=cls, buffers=buffers)
 
     def choose_allocators(
@@ -361,7 +361,7 @@ class _Builder:
         cls, decision = resolve.allocator_cls(self.registry, query, asked, self.prefer)
         self.decisions.append(decision)
         name = f"allocator {'+'.join(space.name for space in issued)}"
-        buffers = _declared(cls, query, name, TARGET, spaces)
+        buffers = _declared(cls, query, name, decision.plugin, spaces)
         return AllocatorChoice(name=name, plugin=decision.plugin, query=query, cls=cls, buffers=buffers)
 
     def choose_request_pool(self, groups: tuple[LayerGroup, ...], spaces: dict[str, Space]) -> RequestChoice:
@@ -373,7 +373,7 @@ class _Builder:
         asked = features_asked(query, "request_pool")
         cls, decision = resolve.request_pool_cls(self.registry, query, asked, self.prefer)
         self.decisions.append(decision)
-        buffers = _declared(cls, query, "request pool", TARGET, spaces)
+        buffers = _declared(cls, query, "request pool", decision.plugin, spaces)
         return RequestChoice(name="request pool", plugin=decision.plugin, query=query, cls=cls, buffers=buffers)
 
 
@@ -389,20 +389,31 @@ def _refuse_twins(what: str, names: Iterable[str]) -> None:
 
 
 def _declared(
-    cls: type[Planned], query: Any, owner: str, worker: str, spaces: Mapping[str, Space]
+    cls: type[Planned], query: Any, owner: str, plugin: str, spaces: Mapping[str, Space]
 ) -> tuple[Buffer, ...]:
-    """Return the buffers of a class, marked with their owner, after checking what it declared."""
-    buffers = cls.buffers(query)
+    """Return the buffers of a class, marked with their owner, after checking what it declared.
+
+    Raises:
+        PluginError: `buffers` fails or answers something else; names the plugin and the class.
+    """
+    who = f"plugin {plugin!r}: {cls.__module__}.{cls.__name__}.buffers"
+    try:
+        with stdout_to_stderr():
+            buffers = cls.buffers(query)
+    except KVDockError:
+        raise
+    except Exception as error:
+        raise PluginError(f"{who} raised {describe(error)} for {owner!r}") from error
     if not isinstance(buffers, tuple) or not all(isinstance(buffer, Buffer) for buffer in buffers):
-        raise PluginError(f"{cls.__module__}.{cls.__name__}.buffers must return a tuple of Buffer, not {buffers!r}")
+        raise PluginError(f"{who} must return a tuple of Buffer, not {type(buffers).__name__}")
     _refuse_twins(f"buffer of {cls.__name__}", [buffer.name for buffer in buffers])
     for buffer in buffers:
         if buffer.space is not None and buffer.space not in spaces:
             raise PluginError(
-                f"buffer {buffer.name!r} of {cls.__name__} counts rows in the space {buffer.space!r}, "
+                f"{who}: buffer {buffer.name!r} counts rows in the space {buffer.space!r}, "
                 f"which no plugin declares (declared: {', '.join(sorted(spaces))})"
             )
-    return tuple(msgspec.structs.replace(buffer, owner=owner, worker=worker) for buffer in buffers)
+    return tuple(msgspec.structs.replace(buffer, owner=owner, worker=query.worker) for buffer in buffers)
 
 
 def _read_options(outline: Outline) -> frozenset[str]:
@@ -412,8 +423,9 @@ def _read_options(outline: Outline) -> frozenset[str]:
         read.update(space.options)
     for choice in outline.choices:
         read |= choice.cls.options
-    if any(layer.window_tokens is not None for model in outline.models for layer in model.layers):
-        read.add("hybrid_swa")
+    windows = any(layer.window_tokens is not None for model in outline.models for layer in model.layers)
+    if windows or outline.given.hybrid_swa == "off":
+        read.add("hybrid_swa")  # where no layer has a window, full KV for every layer is what there is
     return frozenset(read)
 
 

@@ -16,8 +16,10 @@ from kvdock.device import DeviceInfo
 from kvdock.errors import PlanError, nearest
 from kvdock.hookspecs import CONTRACT
 from kvdock.model import model_from_builtins, model_to_builtins
-from kvdock.options import make_options, make_parallelism
+from kvdock.options import CacheOptions, make_options, make_parallelism
+from kvdock.plugins.resolve import Decision
 from kvdock.startup import installed
+from kvdock.strictjson import parse_object
 
 if TYPE_CHECKING:
     from kvdock.planner import CachePlan
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 SCHEMA = "kvdock.plan/1"
 MAX_FILE_BYTES = 2**24
 RESULTS = (
+    "budget",
     "max_total_num_tokens",
     "max_running_requests",
     "max_request_tokens",
@@ -47,8 +50,7 @@ RESULTS = (
 
 def dump(plan: CachePlan) -> str:
     """Return the plan as JSON."""
-    outline = plan.outline
-    budget = msgspec.to_builtins(plan.asked_budget)
+    outline, asked = plan.outline, plan.asked_budget
     data = {
         "schema": SCHEMA,
         "contract": CONTRACT,
@@ -58,9 +60,11 @@ def dump(plan: CachePlan) -> str:
             "device": msgspec.to_builtins(outline.device),
             "options": _given(outline.given),
             "parallel": msgspec.to_builtins(outline.parallel),
-            "budget": budget,
+            "budget_bytes": asked.nbytes if asked.base == "given" else None,
+            "weights_bytes": asked.weights_bytes,
             "cap_tokens": plan.cap_tokens,
         },
+        "read_by": msgspec.to_builtins(plan.read_by),
         "options": msgspec.to_builtins(outline.options.sources),
         **{name: msgspec.to_builtins(getattr(plan, name)) for name in RESULTS},
     }
@@ -91,31 +95,46 @@ def load(text: str | bytes, registry: Registry | None = None) -> CachePlan:
     registry = registry if registry is not None else installed(options)
     _compare_plugins(_section(data, "plugins"), registry)
     plan = _plan_again(inputs, options, registry)
+    plan = msgspec.structs.replace(plan, read_by=_converted("read_by", data["read_by"], tuple[Decision, ...]))
     written = msgspec.json.decode(dump(plan))
-    for name in ("options", *RESULTS):
-        if name not in data:
-            raise PlanError(f"plan file: field {name!r} is missing; plan again")
+    for name in ("inputs", "options", *RESULTS):
         _compare(name, data[name], written[name])
     return plan
 
 
+def _converted(name: str, value: Any, type_: Any) -> Any:
+    try:
+        return msgspec.convert(value, type_)
+    except msgspec.ValidationError as error:
+        raise PlanError(f"plan file: {name}: {error}") from error
+
+
+INPUTS = ("models", "device", "options", "parallel", "budget_bytes", "weights_bytes", "cap_tokens")
+
+
 def _parse(text: str | bytes) -> dict[str, Any]:
+    if not isinstance(text, (str, bytes)):
+        raise PlanError(f"plan file: {type(text).__name__} is no text; give what to_json returned")
     if len(text) > MAX_FILE_BYTES:
         raise PlanError(f"plan file: more than {MAX_FILE_BYTES} bytes; this is no plan of kvdock")
-    try:
-        data = msgspec.json.decode(text)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise PlanError(f"plan file: not valid JSON ({error})") from error
-    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
-        found = data.get("schema") if isinstance(data, dict) else type(data).__name__
-        raise PlanError(f"plan file: schema is {found!r}, but this version reads {SCHEMA!r}; plan again")
+    raw = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
+    data = parse_object(raw, "plan file", "give what to_json returned")
+    if data.get("schema") != SCHEMA:
+        raise PlanError(f"plan file: schema is {data.get('schema')!r}, but this version reads {SCHEMA!r}; plan again")
     if data.get("contract") != CONTRACT:
         raise PlanError(f"plan file: contract is {data.get('contract')!r}, but this is {CONTRACT!r}; plan again")
-    known = {"schema", "contract", "plugins", "inputs", "options", *RESULTS}
+    _check_fields("", data, ("schema", "contract", "plugins", "inputs", "read_by", "options", *RESULTS))
+    _check_fields("inputs.", _section(data, "inputs"), INPUTS)
+    return data
+
+
+def _check_fields(where: str, data: dict[str, Any], known: tuple[str, ...]) -> None:
     for name in data:
         if name not in known:
-            raise PlanError(f"plan file: no field is called {name!r}{nearest(name, known)}")
-    return data
+            raise PlanError(f"plan file: no field is called {where + name!r}{nearest(name, known)}")
+    for name in known:
+        if name not in data:
+            raise PlanError(f"plan file: field {where + name!r} is missing; plan again")
 
 
 def _section(data: dict[str, Any], name: str) -> dict[str, Any]:
@@ -125,27 +144,21 @@ def _section(data: dict[str, Any], name: str) -> dict[str, Any]:
     return section
 
 
-def _plan_again(inputs: dict[str, Any], options: Any, registry: Registry) -> CachePlan:
-    from kvdock.budget import Budget
-    from kvdock.planner import plan_with
+def _plan_again(inputs: dict[str, Any], options: CacheOptions, registry: Registry) -> CachePlan:
+    from kvdock.planner import plan_from
 
-    models = inputs.get("models")
+    models = inputs["models"]
     if not isinstance(models, list) or not models:
         raise PlanError("plan file: 'inputs.models' is no list of models; plan again")
-    try:
-        device = msgspec.convert(inputs.get("device"), DeviceInfo)
-        budget = msgspec.convert(inputs.get("budget"), Budget)
-        cap_tokens = msgspec.convert(inputs.get("cap_tokens"), int | None)
-    except msgspec.ValidationError as error:
-        raise PlanError(f"plan file: inputs: {error}") from error
-    return plan_with(
+    return plan_from(
         tuple(model_from_builtins(model, registry.layer_params()) for model in models),
-        device,
+        _converted("inputs.device", inputs["device"], DeviceInfo),
         options,
         make_parallelism(_section(inputs, "parallel")),
         registry,
-        budget=budget,
-        cap_tokens=cap_tokens,
+        budget_bytes=_converted("inputs.budget_bytes", inputs["budget_bytes"], int | None),
+        weights_bytes=_converted("inputs.weights_bytes", inputs["weights_bytes"], int | None),
+        cap_tokens=_converted("inputs.cap_tokens", inputs["cap_tokens"], int | None),
     )
 
 

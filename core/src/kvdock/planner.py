@@ -11,6 +11,7 @@ from kvdock.budget import Budget, find_budget, refuse_budget, show_bytes
 from kvdock.costs import Costs, SlotCost, bytes_per_token, find_costs, kv_bytes_held, slots_held
 from kvdock.device import DeviceInfo
 from kvdock.errors import BudgetError, PlanError
+from kvdock.families.groups import MIN_TOKENS
 from kvdock.layout import MAX_SLOTS, Buffer, round_up
 from kvdock.limits import Limit, find_limits, limit_warnings
 from kvdock.model import ModelSpec
@@ -140,8 +141,10 @@ class CachePlan(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             BudgetError: nothing useful fits; `self` stays as it is.
         """
+        if cap_tokens is not None:
+            _check_count("cap_tokens", cap_tokens)
         budget = find_budget(self.device, self.options.values, budget_bytes, None)
-        return _sized(self.outline, budget, cap_tokens)
+        return msgspec.structs.replace(_sized(self.outline, budget, cap_tokens), read_by=self.read_by)
 
     def bytes_for(self, length: int, requests: int = 1) -> int:
         """Return the bytes of KV that `requests` requests of `length` tokens occupy, in whole pages.
@@ -198,8 +201,11 @@ def plan_from(
     *,
     budget_bytes: int | None = None,
     weights_bytes: int | None = None,
+    cap_tokens: int | None = None,
 ) -> CachePlan:
     """Plan the cache of a target model (first) and its drafts on one rank. Pure: nothing is read or changed.
+
+    `cap_tokens` is the most tokens to plan for, beside the user's own `max_total_tokens`.
 
     Raises:
         PlanError, BudgetError, UnsupportedCombination, PluginError: what cannot be served, and what would work.
@@ -209,23 +215,11 @@ def plan_from(
             f"mem_fraction_static={options.mem_fraction_static} has no effect beside budget_bytes={budget_bytes}; "
             "give one of them"
         )
+    if not models:
+        raise PlanError("there is no model to plan for; give the target model first, then its drafts")
     outline = draw_outline(models, device, options, parallel, registry)
     budget = find_budget(device, outline.options.values, budget_bytes, weights_bytes)
-    return _sized(outline, budget, None)
-
-
-def plan_with(
-    models: tuple[ModelSpec, ...],
-    device: DeviceInfo,
-    options: CacheOptions,
-    parallel: Parallelism,
-    registry: Registry,
-    *,
-    budget: Budget,
-    cap_tokens: int | None,
-) -> CachePlan:
-    """Plan as `plan_from` does, with a budget that was found before."""
-    return _sized(draw_outline(models, device, options, parallel, registry), budget, cap_tokens)
+    return _sized(outline, budget, cap_tokens)
 
 
 def _sized(outline: Outline, budget: Budget, cap_tokens: int | None) -> CachePlan:
@@ -241,8 +235,7 @@ def _sized(outline: Outline, budget: Budget, cap_tokens: int | None) -> CachePla
         budget = _authoritative_budget(outline, problem, budget, warnings)
         solution = _solve(problem, budget.nbytes, outline, warnings)
     except BudgetError as error:
-        fraction = outline.options.values.mem_fraction_static
-        raise refuse_budget(error, budget, outline.device, fraction) from error
+        raise refuse_budget(error, budget, outline.device, outline.options.values) from error
     plan = _assemble(outline, (asked, budget), problem, solution, warnings, cap_tokens)
     if outline.options.values.strict and plan.warnings:
         raise PlanError(f"strict planning refuses warnings: {'; '.join(plan.warnings)}")
@@ -254,6 +247,8 @@ def _problem(outline: Outline, cap_tokens: int | None) -> Problem:
     page = options.page_size or 1
     caps = {"max_total_tokens": options.max_total_tokens, "cap_tokens": cap_tokens}
     given = {name: value for name, value in caps.items() if value is not None}
+    if page > MAX_SLOTS // 3:
+        raise PlanError(f"page_size={page} leaves no room for a page beside padding among {MAX_SLOTS:,} slots")
     for name, value in given.items():
         if value < page:
             raise PlanError(f"{name}={value} is less than one page; give at least page_size={page}")
@@ -284,39 +279,57 @@ def _authoritative_budget(outline: Outline, problem: Problem, budget: Budget, wa
     """Return the budget, raised to the free memory where the user's own token count needs it.
 
     `mem_fraction_static` is a default's way of leaving room; tokens that the user states outright win
-    over it as long as the memory is really there.
+    over it as long as the memory is really there. Where it is not, the fraction's own capacity holds.
     """
     tokens = outline.options.values.max_total_tokens
-    if budget.base == "given" or tokens is None or budget.free_bytes <= budget.nbytes:
+    if budget.base == "given" or tokens is None:
         return budget
-    whole = tokens // problem.page_size * problem.page_size
-    needed = Solver(problem, budget.free_bytes).nbytes(whole)
-    if needed <= budget.nbytes or needed > budget.free_bytes:
+    needed = _stated_nbytes(outline, problem, budget, tokens)
+    fraction = f"mem_fraction_static={outline.options.values.mem_fraction_static}"
+    if needed <= budget.nbytes:
+        return budget
+    if needed > budget.free_bytes:
+        warnings.append(
+            f"max_total_tokens={tokens} takes {show_bytes(needed)}, but {show_bytes(max(0, budget.free_bytes))} are "
+            f"free after weights; what {fraction} leaves ({show_bytes(budget.nbytes)}) is planned instead"
+        )
         return budget
     warnings.append(
-        f"max_total_tokens={tokens} takes {show_bytes(needed)}, more than mem_fraction_static="
-        f"{outline.options.values.mem_fraction_static} leaves ({show_bytes(budget.nbytes)}); the stated tokens win, "
-        f"and {show_bytes(budget.free_bytes - needed)} stay for activations"
+        f"max_total_tokens={tokens} takes {show_bytes(needed)}, more than {fraction} leaves "
+        f"({show_bytes(budget.nbytes)}); the stated tokens win, and {show_bytes(budget.free_bytes - needed)} stay "
+        "for activations"
     )
     return msgspec.structs.replace(
         budget, nbytes=needed, note=f"{show_bytes(needed)}, what max_total_tokens={tokens} takes of the free memory"
     )
 
 
+def _stated_nbytes(outline: Outline, problem: Problem, budget: Budget, tokens: int) -> int:
+    """Return the bytes of a cache of the tokens that the user stated, with the requests that go with them."""
+    limit = outline.spaces[REQUESTS].rule.fixed
+    pinned = {REQUESTS: max(1, min(limit, tokens // MIN_TOKENS))} if limit else {}
+    solver = Solver(problem, max(budget.free_bytes, 0), pinned)
+    return solver.nbytes(max(tokens // problem.page_size * problem.page_size, solver.floor_tokens()))
+
+
 def _solve(problem: Problem, budget_bytes: int, outline: Outline, warnings: list[str]) -> Solution:
     rule = outline.spaces[REQUESTS].rule
-    fixed = rule.fixed if outline.given.max_running_requests is not None else 0
-    if not fixed:
+    asked = rule.fixed if outline.given.max_running_requests is not None else 0
+    if not asked:
         return Solver(problem, budget_bytes).solve()
+    Solver(problem, budget_bytes, {REQUESTS: 1}).check_cap()
     charge = _Charge(problem, budget_bytes)
+    fixed = charge.within_cap(asked)
     charge.refuse_tables(fixed)
     solution = Solver(problem, budget_bytes, {REQUESTS: fixed}).solve()
-    if solution.tokens < 2 * fixed:
-        fewer = max(1, charge.served(fixed))
-        solution = Solver(problem, budget_bytes, {REQUESTS: fewer}).solve()
+    if solution.tokens < MIN_TOKENS * fixed:
+        fixed = max(1, charge.served(fixed))
+        solution = Solver(problem, budget_bytes, {REQUESTS: fixed}).solve()
+    if fixed < asked:
+        raised_by = "a larger budget or a narrower kv_cache_dtype"
         warnings.append(
-            f"max_running_requests: {fixed} asked for, {fewer} fit, since each needs 2 of the "
-            f"{solution.tokens} tokens; a larger budget or a narrower kv_cache_dtype raises it"
+            f"max_running_requests: {asked} asked for, {fixed} fit, since each needs {MIN_TOKENS} of the "
+            f"{solution.tokens} tokens; {problem.cap_name if solution.bound == problem.cap_name else raised_by} raises it"
         )
     return solution
 
@@ -329,17 +342,22 @@ class _Charge:
         self.budget_bytes = budget_bytes
 
     def nbytes(self, requests: int, tokens_each: int) -> int:
-        """Return all bytes with `requests` rows and `tokens_each` tokens for each, in whole pages."""
-        tokens = round_up(requests * tokens_each, self.problem.page_size)
+        """Return all bytes with `requests` rows and, for each, `tokens_each` tokens; at least what one needs."""
+        page = self.problem.page_size
+        solver = Solver(self.problem, self.budget_bytes, {REQUESTS: requests})
+        tokens = round_up(requests * tokens_each, page)
         if self.problem.cap_tokens is not None:
-            tokens = min(tokens, self.problem.cap_tokens)
-        return Solver(self.problem, self.budget_bytes, {REQUESTS: requests}).nbytes(tokens)
+            tokens = min(tokens, self.problem.cap_tokens // page * page)
+        return solver.nbytes(max(tokens, solver.floor_tokens()))
 
-    def served(self, limit: int) -> int:
-        """Return the most requests up to `limit` that have 2 tokens each."""
-        if self.problem.cap_tokens is not None:
-            limit = min(limit, self.problem.cap_tokens // 2)
-        return largest(lambda count: self.nbytes(count, 2) <= self.budget_bytes, 0, limit)
+    def within_cap(self, limit: int) -> int:
+        """Return `limit`, or the most requests that have their tokens under the cap."""
+        cap, page = self.problem.cap_tokens, self.problem.page_size
+        return limit if cap is None else max(1, min(limit, cap // page * page // MIN_TOKENS))
+
+    def served(self, limit: int, tokens_each: int = MIN_TOKENS) -> int:
+        """Return the most requests up to `limit` that have `tokens_each` tokens each."""
+        return largest(lambda count: self.nbytes(count, tokens_each) <= self.budget_bytes, 0, limit)
 
     def refuse_tables(self, requests: int) -> None:
         """Refuse a limit whose tables do not fit beside one page per request.
@@ -355,7 +373,7 @@ class _Charge:
         needed = self.nbytes(requests, self.problem.page_size)
         if not tables or needed <= self.budget_bytes:
             return
-        fits = self.served(requests)
+        fits = self.served(requests, max(MIN_TOKENS, self.problem.page_size))
         raise BudgetError(
             f"max_running_requests={requests} needs {needed:,} bytes with one page per request "
             f"({tables:,} of them request tables), but the budget is {self.budget_bytes:,} bytes; "

@@ -7,7 +7,7 @@ budget, never a page short. No hook is called here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 
 import msgspec
@@ -178,20 +178,30 @@ class Solver:
     def solve(self) -> Solution:
         """Return the largest sizes that break nothing.
 
-        Where the smallest plan does not fit, the spaces that only take a share of the budget are held at
-        what they need, so that a larger budget never serves less than a smaller one.
+        Spaces that only take a share of the budget give way where the smallest plan would not fit beside
+        them, and stay as they are where one page more fits only without their growth.
 
         Raises:
             BudgetError: the smallest plan that is of use needs more than the budget; gives both.
             PlanError: the cap or an address limit lies below that smallest plan.
         """
-        page, floor = self.problem.page_size, self.floor_tokens()
+        floor = self.floor_tokens()
         broken = self.broken(floor)
-        if broken == "budget" and (modest := self._modest()) is not None:
-            return modest.solve()
+        sharing = self.share_caps.keys() - self.pinned.keys()
+        if broken == "budget" and sharing:
+            return self._pinning(self._modest(floor, sorted(sharing))).solve()
         if broken is not None:
             self._refuse(floor, broken)
-        pages = largest(lambda count: self.broken(count * page) is None, floor // page, self._most_pages())
+        solution = self._largest(floor)
+        if not sharing:
+            return solution
+        held = {name: solution.sizes[name] for name in sharing}
+        return self._pinning(held)._largest(solution.tokens)
+
+    def _largest(self, low: int) -> Solution:
+        """Return the solution with the most tokens, `low` being known to fit."""
+        page = self.problem.page_size
+        pages = largest(lambda count: self.broken(count * page) is None, low // page, self._most_pages())
         tokens = pages * page
         sizes = self.sizes(tokens)
         return Solution(
@@ -201,11 +211,30 @@ class Solver:
             bound=self.broken(tokens + page) or f"numbering of {MAX_SLOTS:,} slots",
         )
 
-    def _modest(self) -> Solver | None:
-        """Return a solver whose spaces with a share have what they need and no more; ``None`` without any."""
-        needs = {name: self.problem.spaces[name].rule.needs for name in self.share_caps}
-        needs = {name: size for name, size in needs.items() if name not in self.pinned}
-        return Solver(self.problem, self.budget_bytes, {**self.pinned, **needs}) if needs else None
+    def _pinning(self, sizes: Mapping[str, int]) -> Solver:
+        return Solver(self.problem, self.budget_bytes, {**self.pinned, **sizes})
+
+    def _modest(self, floor: int, names: Sequence[str]) -> dict[str, int]:
+        """Return sizes of the spaces with a share that leave room for the smallest plan, or what they need."""
+        sizes = {name: self.problem.spaces[name].rule.needs for name in names}
+        wanted = self.sizes(floor)
+        for name in names:
+
+            def fits(size: int, name: str = name) -> bool:
+                return self._pinning({**sizes, name: size}).nbytes(floor) <= self.budget_bytes
+
+            sizes[name] = largest(fits, sizes[name], max(sizes[name], wanted[name]))
+        return sizes
+
+    def check_cap(self) -> None:
+        """Refuse a cap on the tokens below what one request needs.
+
+        Raises:
+            PlanError: always then; gives the smallest cap.
+        """
+        floor = self.floor_tokens()
+        if self.problem.cap_tokens is not None and self.problem.cap_tokens < floor:
+            self._refuse(floor, self.problem.cap_name)
 
     def _refuse(self, floor: int, broken: str) -> None:
         if broken == "budget":

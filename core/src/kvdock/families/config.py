@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import re
 import stat
@@ -13,14 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from kvdock.errors import PlanError, printable
+from kvdock.strictjson import check_depth, parse_object
 
 CONFIG_NAME = "config.json"
 HUB_PREFIX = "hf:"
 MAX_BYTES = 16 * 2**20
 """Largest config that is read; published ones are a few kilobytes."""
-MAX_DEPTH = 64
-MAX_DIGITS = 64
-"""Longest whole number that is read; a count of anything has fewer digits."""
 
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?", re.ASCII)
 
@@ -60,7 +56,7 @@ def _from_data(source: Mapping[Any, Any]) -> tuple[str, dict[str, Any]]:
     for key in data:
         if not isinstance(key, str):
             raise PlanError(f"model: the config has a key {printable(repr(key))} that is no text; keys are field names")
-    _check_depth(data, "model")
+    check_depth(data, "model", f"give the model's {CONFIG_NAME}")
     name = data.get("_name_or_path")
     return (name if isinstance(name, str) and name else "config"), data
 
@@ -113,108 +109,11 @@ def _read(path: Path) -> dict[str, Any]:
         raise PlanError(f"{shown} cannot be read: {_reason(error)}; give a config.json that can be") from error
     if len(raw) > MAX_BYTES:
         raise PlanError(_too_large(shown, f"more than {MAX_BYTES:,} bytes"))
-    return parse(raw, shown)
+    return parse_object(raw, shown, f"give the model's {CONFIG_NAME}")
 
 
 def _too_large(shown: str, size: str) -> str:
     return f"{shown} has {size}, more than the {MAX_BYTES:,} of any config; give the model's config.json"
-
-
-def parse(raw: bytes, shown: str) -> dict[str, Any]:
-    """Return the JSON object in `raw`; `shown` names the file in errors.
-
-    Raises:
-        PlanError: not UTF-8, not JSON, cut short, too deep, NaN or infinite numbers, duplicate keys, or no object.
-    """
-    try:
-        text = raw.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise PlanError(
-            f"{shown} is not UTF-8 text (byte {error.start}); give the model's {CONFIG_NAME}, saved as UTF-8"
-        ) from error
-    try:
-        data = json.loads(
-            text,
-            object_pairs_hook=_object,
-            parse_constant=_no_constant,
-            parse_float=_finite,
-            parse_int=_whole,
-        )
-    except RecursionError:
-        raise PlanError(_too_deep(shown)) from None
-    except json.JSONDecodeError as error:
-        raise PlanError(_not_json(text, error, shown)) from error
-    except _ConfigError as error:
-        raise PlanError(f"{shown}: {error}") from error
-    if not isinstance(data, dict):
-        raise PlanError(f"{shown} holds {_kind(data)}, not an object of fields; give the model's {CONFIG_NAME}")
-    _check_depth(data, shown)
-    return data
-
-
-class _ConfigError(ValueError):
-    """What is wrong inside a config, before the file's name is known."""
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) == len(pairs):
-        return found
-    seen: set[str] = set()
-    for key, _ in pairs:
-        if key in seen:
-            raise _ConfigError(f"the key {printable(key)!r} is there twice in one object; keep one of them")
-        seen.add(key)
-    return found
-
-
-def _no_constant(text: str) -> Any:
-    raise _ConfigError(f"the number {text} is no JSON; give a finite number")
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise _ConfigError(f"the number {printable(text)} is not finite; give a finite number")
-    return value
-
-
-def _whole(text: str) -> int:
-    if len(text) > MAX_DIGITS:
-        raise _ConfigError(f"a number has {len(text)} digits; no field of a model needs more than {MAX_DIGITS}")
-    return int(text)
-
-
-def _not_json(text: str, error: json.JSONDecodeError, shown: str) -> str:
-    if not text.strip():
-        return f"{shown} is empty; give the model's {CONFIG_NAME}"
-    cut = error.pos >= len(text.rstrip()) or error.msg.startswith("Unterminated string")
-    what = "ends too early (a download cut short?)" if cut else f"is not JSON: {error.msg}"
-    return f"{shown} {what} at line {error.lineno}, column {error.colno}; give the model's {CONFIG_NAME}, complete"
-
-
-def _check_depth(data: Any, shown: str) -> None:
-    level = [data]
-    for _ in range(MAX_DEPTH):
-        # Each container once: data in hand may hold one twice, or itself.
-        level = list({id(child): child for item in level for child in _children(item)}.values())
-        if not level:
-            return
-    raise PlanError(_too_deep(shown))
-
-
-def _children(item: Any) -> list[Any]:
-    values = item.values() if isinstance(item, Mapping) else item if isinstance(item, list | tuple) else ()
-    return [value for value in values if isinstance(value, Mapping | list | tuple)]
-
-
-def _too_deep(shown: str) -> str:
-    return f"{shown} is nested deeper than {MAX_DEPTH} levels; give the model's {CONFIG_NAME}"
-
-
-def _kind(data: Any) -> str:
-    names = {list: "a list", str: "a text", bool: "true or false", type(None): "null"}
-    return names.get(type(data), "a number")
 
 
 def _reason(error: Exception) -> str:
