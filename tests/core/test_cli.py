@@ -188,7 +188,7 @@ def test_weights_come_off_a_device(config):
     plain = call("plan", config(), "--device", "cpu", "--json")
     less = call("plan", config(), "--device", "cpu", "--weights", "1GiB", "--json")
     assert plain.exit_code == less.exit_code == 0, plain.stderr + less.stderr
-    weights = [json.loads(result.stdout)["inputs"]["budget"]["weights_bytes"] for result in (plain, less)]
+    weights = [json.loads(result.stdout)["inputs"]["weights_bytes"] for result in (plain, less)]
     assert weights == [0, 2**30]
 
 

@@ -129,10 +129,48 @@ def test_a_preference_settles_a_tie(registry, mock_plugin, pool_query, line, win
 
 
 def test_a_preference_for_another_hook_settles_nothing(registry, mock_plugin, pool_query):
-    registry.add(mock_plugin("acme", tier="hardware", pool=PoolA))
+    registry.add(mock_plugin("acme", tier="hardware", pool=PoolA, allocator=PagedAllocator))
     registry.add(mock_plugin("acme2", tier="hardware", pool=PoolB))
     with pytest.raises(PluginError, match="two plugins claim"):
         resolve.pool_cls(registry, pool_query(), prefer=("get_allocator_cls=acme",))
+
+
+def test_the_loser_of_a_settled_tie_says_what_it_lost_to(registry, mock_plugin, pool_query):
+    registry.add(mock_plugin("acme", tier="hardware", pool=PoolA))
+    registry.add(mock_plugin("acme2", tier="hardware", pool=PoolB))
+    registry.add(mock_plugin("acme3", tier="hardware", pool=PoolA))
+    registry.add(mock_plugin("acme4", tier="hardware", pool=lambda query: None))
+    found, decision = resolve.pool_cls(registry, pool_query(), prefer=("get_pool_cls=acme",))
+    assert (found, decision.plugin) == (PoolA, "acme")
+    assert decision.answers == (
+        Answer(plugin="acme", tier="hardware", outcome="claimed", detail="PoolA"),
+        Answer(plugin="acme2", tier="hardware", outcome="outranked", detail="PoolB, lost to prefer get_pool_cls=acme"),
+        Answer(plugin="acme3", tier="hardware", outcome="claimed", detail="PoolA"),
+        Answer(plugin="acme4", tier="hardware", outcome="declined"),
+    )
+
+
+def test_a_preference_for_a_plugin_without_that_hook_is_an_error_that_lists_who_has_it(
+    registry, mock_plugin, pool_query
+):
+    registry.add(mock_plugin("acme", tier="hardware", pool=PoolA))
+    registry.add(mock_plugin("acme2", tier="hardware", pool=lambda query: None, allocator=PagedAllocator))
+    with pytest.raises(PlanError) as caught:
+        resolve.pool_cls(registry, pool_query(), prefer=("get_allocator_cls=acme",))
+    assert str(caught.value) == (
+        "prefer='get_allocator_cls=acme': 'acme' does not implement get_allocator_cls; "
+        "drop the line, or name one of acme2"
+    )
+    with pytest.raises(PlanError, match="'acme' does not implement get_kernels; drop the line: no plugin here does"):
+        resolve.pool_cls(registry, pool_query(), prefer=("get_kernels=acme",))
+
+
+def test_a_preference_may_use_the_second_name_of_a_plugin(registry, mock_plugin, pool_query):
+    twin = mock_plugin("acme", tier="hardware", pool=PoolA)
+    registry.add(twin)
+    registry.add(twin, name="emca", tier="family")
+    registry.add(mock_plugin("acme2", tier="hardware", pool=PoolB))
+    assert resolve.pool_cls(registry, pool_query(), prefer=("get_pool_cls=emca",))[1].plugin == "acme"
 
 
 def test_a_preference_does_not_lift_a_plugin_over_a_more_specific_tier(registry, mock_plugin, pool_query):

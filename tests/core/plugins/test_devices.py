@@ -102,6 +102,22 @@ def test_a_device_of_a_plugin_that_failed_says_why(registry):
         resolve.find_device(registry, "red:0")
 
 
+def test_an_unknown_device_names_the_hardware_that_was_left_out(site, mock_plugin, make_device):
+    core = mock_plugin("cpu", tier="core", live=make_device("cpu", "the host"))
+    registry = load(site("good", "family"), deny=("zz_good", "fam"), builtins=[("cpu", core)])
+    with pytest.raises(PlanError) as caught:
+        resolve.find_device(registry, "good-1")
+    assert str(caught.value).endswith("; not asked for its devices: zz_good (kvdock-good 1.2): left out by no_plugins")
+    assert "fam" not in str(caught.value)
+    registry = load(site("good"), allow=(), builtins=[("cpu", core)])
+    with pytest.raises(PlanError) as caught:
+        resolve.find_device(registry, "good-1")
+    assert str(caught.value) == (
+        "no device is called 'good-1' (known: cpu); not asked for its devices: "
+        "zz_good (kvdock-good 1.2): plugins is empty, which leaves the core alone; add zz_good"
+    )
+
+
 def test_a_device_type_of_two_plugins_is_an_error_that_says_how_to_choose(registry, mock_plugin, make_device):
     for plugin in ("red", "blue"):
         registry.add(mock_plugin(plugin, tier="hardware", devices={f"{plugin}-1": make_device("shared", plugin)}))

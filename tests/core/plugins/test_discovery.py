@@ -157,4 +157,24 @@ def test_metadata_that_cannot_be_read_is_skipped_and_logged(tmp_path, caplog):
     with caplog.at_level("WARNING", logger="kvdock"):
         found = discover([str(tmp_path)])
     assert [c.name for c in found] == ["x"]
-    assert "the metadata of a distribution cannot be read and is skipped" in caplog.text
+    assert f"the metadata of kvdock-y 1.0 in {tmp_path} cannot be read and is skipped: 'utf-8' codec" in caplog.text
+
+
+def test_one_malformed_entry_point_file_costs_only_its_own_distribution(tmp_path, caplog):
+    write_dist(tmp_path, "kvdock-x", "1.0", "[kvdock.families]\nx = x_hooks\n")
+    write_dist(tmp_path, "kvdock-y", "1.0", "[kvdock.hardware]\ny = y_hooks\nnonsense line\n")
+    (tmp_path / "kvdock_y-1.0.dist-info" / "METADATA").unlink()
+    with caplog.at_level("WARNING", logger="kvdock"):
+        found = discover([str(tmp_path)])
+    assert [c.name for c in found] == ["x"]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"the metadata of a distribution in {tmp_path} cannot be read and is skipped: "
+        "entry_points.txt: 'nonsense line' is not name = value; reinstall or remove it"
+    ]
+
+
+def test_an_entry_point_without_a_name_cannot_be_loaded_and_the_others_can(tmp_path):
+    write_dist(tmp_path, "kvdock-y", "1.0", "[kvdock.hardware]\n = y_hooks\nx = x_hooks\n")
+    found = discover([str(tmp_path)])
+    assert [(c.name, c.status) for c in found] == [("", "failed"), ("x", "found")]
+    assert found[0].reason == "'' is no name for a plugin; use letters, digits, '-' and '_'"

@@ -1,5 +1,7 @@
 """What plugins say is what a plan does: options, classes and failures, from the hooks to the plan."""
 
+import json
+
 import kvdock
 import pytest
 from kvdock.builtin import BUILTINS
@@ -66,6 +68,15 @@ def test_a_plan_of_the_mock_family_on_the_mock_hardware_needs_the_variant(core):
     }
     assert made.spaces["ring"] == 4 * made.spaces["requests"]
     assert made.spaces["states"] == made.spaces["requests"]
+
+
+def test_a_plugin_that_only_lost_a_tie_is_not_among_those_that_a_plan_file_names(core, plan, mock_plugin):
+    for name, pool in [("acme", AcmePool), ("acme2", MHAPool)]:
+        core.add(mock_plugin(name, tier="hardware", pool=lambda query, pool=pool: pool if query.group else None))
+    made = plan(prefer=("get_pool_cls=acme",))
+    assert made.groups[0].pool_cls.plugin == "acme"
+    assert set(json.loads(made.to_json())["plugins"]) == {"acme", "core"}
+    assert "acme2 (hardware) outranked: MHAPool, lost to prefer get_pool_cls=acme" in made.explain()
 
 
 def test_a_hook_that_raises_stops_the_plan_with_its_plugin(core, plan, mock_plugin):

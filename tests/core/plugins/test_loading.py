@@ -60,11 +60,31 @@ def test_a_plugin_that_was_asked_for_by_name_must_load(site):
         load(site("broken", "good"), requested={"aa_broken"})
 
 
-def test_a_plugin_that_is_merely_allowed_may_fail(site):
+def test_a_plugin_that_is_allowed_by_name_must_load(site):
+    """L-02: a name in the allow list is a name that was asked for."""
+    with pytest.raises(PluginError) as caught:
+        load(site("broken", "good"), allow=("aa_broken", "zz_good"))
+    assert str(caught.value) == BROKEN
+
+
+def test_a_plugin_that_nobody_named_may_fail(site):
     """L-02: without a request the failure is a visible warning with the cause, and is listed as failed."""
     with pytest.warns(PluginWarning, match="No module named 'vendor_sdk_that_is_not_installed'"):
-        registry = load(site("broken", "good"), allow=("aa_broken", "zz_good"))
+        registry = load(site("broken", "good"), hardware={"aa_broken", "zz_good"})
     assert statuses(registry) == {"aa_broken": "failed"}
+
+
+def test_hardware_that_is_allowed_by_name_is_imported_whatever_hardware_says(site):
+    """L-02, L-11: a name in the allow list is a name that was asked for."""
+    registry = load(site("good", "heavy"), allow=("zz_good",), hardware=())
+    assert [(m.name, m.requested) for m in registry.members] == [("zz_good", True)]
+    with pytest.raises(PluginError, match=r"aa_broken.*No module named"):
+        load(site("broken"), allow=("aa_broken",), hardware=())
+
+
+def test_a_variant_that_is_allowed_by_name_must_have_its_parts(site):
+    with pytest.raises(PluginError, match=r"'vend.fam' \(kvdock-vend 1.0\) waits for fam \(family\)"):
+        load(site("pair", "family"), allow=("vend", "vend.fam"))
 
 
 def test_another_contract_is_one_clear_line(site):
@@ -110,6 +130,7 @@ def test_an_empty_allow_list_means_the_core_only(site, mock_plugin):
     registry = load(site("good", "broken", "family"), allow=(), builtins=[("core", core)])
     assert [m.name for m in registry.members] == ["core"]
     assert statuses(registry) == {"aa_broken": "denied", "zz_good": "denied", "fam": "denied"}
+    assert registry.problems[1].reason == "plugins is empty, which leaves the core alone; add zz_good"
 
 
 def test_an_allow_list_imports_nothing_else(site):
@@ -132,6 +153,8 @@ def test_a_built_in_plugin_cannot_be_left_out(mock_plugin):
 def test_a_plugin_cannot_be_asked_for_and_left_out(site):
     with pytest.raises(PluginError, match="'zz_good' is asked for and left out by no_plugins at once; drop one"):
         load(site("good"), requested={"zz_good"}, deny=("zz_good",))
+    with pytest.raises(PluginError, match="'zz_good' is asked for and left out by no_plugins at once; drop one"):
+        load(site("good"), allow=("zz_good",), deny=("zz_good",))
     with pytest.raises(PluginError, match=r"'zz_good' \(kvdock-good 1.2\) is asked for, but not among plugins=fam"):
         load(site("good", "family"), requested={"zz_good"}, allow=("fam",))
 

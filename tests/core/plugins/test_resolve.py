@@ -54,6 +54,66 @@ def test_hook_read_model_gives_the_model_of_the_most_specific_tier(registry, moc
     assert decision.answers == (Answer(plugin="acme", tier="family", outcome="claimed", detail="m"),)
 
 
+def test_a_family_that_loses_to_a_preference_says_so(registry, mock_plugin, make_model):
+    mine, other = make_model(family="a"), make_model(family="b", layers=3)
+    registry.add(mock_plugin("a", tier="family", reads=mine))
+    registry.add(mock_plugin("b", tier="family", reads=other))
+    found, decision = resolve.read_model(registry, CONFIG, prefer=("read_model=b",))
+    assert (found, decision.plugin) == (other, "b")
+    assert decision.answers == (
+        Answer(plugin="a", tier="family", outcome="outranked", detail="m, lost to prefer read_model=b"),
+        Answer(plugin="b", tier="family", outcome="claimed", detail="m"),
+    )
+
+
+class Unprintable:
+    def __repr__(self):
+        raise ValueError("r")
+
+
+def test_an_answer_whose_repr_raises_is_refused_by_name(registry, mock_plugin):
+    registry.add(mock_plugin("fam", tier="family", reads=lambda query: Unprintable()))
+    with pytest.raises(PluginError) as caught:
+        resolve.read_model(registry, CONFIG)
+    assert str(caught.value) == (
+        "plugin 'fam' (no distribution): read_model answered <Unprintable whose repr() raises ValueError> "
+        "(Unprintable); return a ModelSpec or None"
+    )
+
+
+def test_a_key_whose_repr_raises_is_refused_by_name(registry, mock_plugin, options_query, state_query):
+    registry.add(mock_plugin("fam", tier="family", defaults={Unprintable(): 1}, spaces={Unprintable(): 1}))
+    shown = "<Unprintable whose repr\\(\\) raises ValueError>"
+    with pytest.raises(PluginError, match=f"'fam' .* default for the option {shown}, which does not exist"):
+        resolve.option_defaults(registry, options_query())
+    with pytest.raises(PluginError, match=rf"'fam' .*: size_state_pools\[{shown}\] answered 1 \(int\)"):
+        resolve.spaces(registry, state_query)
+
+
+def test_an_error_whose_text_raises_is_named_all_the_same(registry, mock_plugin):
+    class Mute(Exception):
+        def __str__(self):
+            raise ValueError("s")
+
+    def fail(query):
+        raise Mute
+
+    registry.add(mock_plugin("fam", tier="family", reads=fail))
+    with pytest.raises(PluginError, match=r"'fam' .* raised Mute: <Mute whose str\(\) raises ValueError>; report it"):
+        resolve.read_model(registry, CONFIG)
+
+
+def test_an_answer_is_shown_on_one_line(registry, mock_plugin):
+    class Forged:
+        def __repr__(self):
+            return "x\nkvdock: all is well\x1b[2J"
+
+    registry.add(mock_plugin("fam", tier="family", reads=lambda query: Forged()))
+    with pytest.raises(PluginError) as caught:
+        resolve.read_model(registry, CONFIG)
+    assert "answered x\ufffdkvdock: all is well\ufffd[2J (Forged)" in str(caught.value)
+
+
 def test_the_core_is_not_asked_to_read_what_a_family_reads(registry, mock_plugin, make_model):
     def fail(query):
         raise ValueError("core does not know this config")
@@ -239,8 +299,13 @@ def test_two_defaults_of_one_tier_are_an_error(registry, mock_plugin, options_qu
         "or --no-plugin b."
     )
     assert resolve.option_defaults(registry, options_query(page_size=32))[0] == {}
-    preferred, _ = resolve.option_defaults(registry, options_query(), prefer=("get_option_defaults=b",))
+    prefer = ("get_option_defaults=b",)
+    preferred, (decision,) = resolve.option_defaults(registry, options_query(), prefer=prefer)
     assert preferred == {"page_size": (16, "b")}
+    assert decision.answers == (
+        Answer(plugin="a", tier="hardware", outcome="outranked", detail="64, lost to prefer get_option_defaults=b"),
+        Answer(plugin="b", tier="hardware", outcome="claimed", detail="16"),
+    )
 
 
 def test_a_tie_below_a_more_specific_default_does_not_matter(registry, mock_plugin, options_query):

@@ -9,15 +9,16 @@ import msgspec
 
 from kvdock.errors import PlanError, PluginError, nearest
 from kvdock.hookspecs import TIERS
-from kvdock.plugins.loading import Member, Registry, describe, hook_names, stdout_to_stderr
+from kvdock.plugins.loading import Member, Registry, describe, hook_names, shown, stdout_to_stderr
 
-Outcome = Literal["claimed", "declined", "unfit", "refused", "objected"]
+Outcome = Literal["claimed", "declined", "unfit", "refused", "outranked", "objected"]
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """What one plugin said to one hook.
 
-    ``unfit``: the class that it named lacks something; ``refused``: it may not claim this; `detail` says what.
+    ``unfit``: the class that it named lacks something; ``refused``: it may not claim this; ``outranked``:
+    it lost a tie to the user's preference; `detail` says what.
     """
 
     plugin: str
@@ -96,7 +97,9 @@ def named(member: Member, hook: str) -> str:
 
 def wrong(member: Member, hook: str, value: Any, expected: str) -> PluginError:
     """Return the error for an answer of the wrong type."""
-    return PluginError(f"{named(member, hook)} answered {value!r} ({type(value).__name__}); return {expected} or None")
+    return PluginError(
+        f"{named(member, hook)} answered {shown(value)} ({type(value).__name__}); return {expected} or None"
+    )
 
 
 def first_claim(
@@ -122,7 +125,8 @@ def first_claim(
             answers.append(Answer(plugin=member.name, tier=tier, outcome="claimed", detail=name))
             claims.append(Claim(member=member, value=value))
         if claims:
-            return settle(registry, hook, subject, claims, prefer), tuple(answers)
+            winner = settle(registry, hook, subject, claims, prefer)
+            return winner, mark_outranked(hook, answers, winner, claims)
     return None, tuple(answers)
 
 
@@ -165,14 +169,33 @@ def settle(
     )
 
 
+def mark_outranked(
+    hook: str, answers: Sequence[Answer], winner: Claim, claims: Sequence[Claim], *, equal_is_one: bool = False
+) -> tuple[Answer, ...]:
+    """Return the answers, those of `claims` that lost the tie to the winner marked with the preference."""
+    lost = {
+        claim.member.name
+        for claim in claims
+        if claim.member.name != winner.member.name and not (equal_is_one and claim.value == winner.value)
+    }
+    why = f"lost to prefer {hook}={winner.member.name}"
+    return tuple(
+        msgspec.structs.replace(answer, outcome="outranked", detail=f"{answer.detail}, {why}")
+        if answer.plugin in lost and answer.outcome == "claimed"
+        else answer
+        for answer in answers
+    )
+
+
 def preferences(registry: Registry, hook: str, prefer: Sequence[str]) -> frozenset[str]:
     """Return the plugins that the user prefers for a hook, after checking every line of `prefer`.
 
     Raises:
-        PlanError: a line is not ``hook=plugin``, or no hook or plugin is called so; with the nearest match.
+        PlanError: a line is not ``hook=plugin``, no hook or plugin is called so (with the nearest match), or
+            the plugin does not implement the hook.
     """
     known = registry.names
-    chosen = set()
+    chosen: set[str] = set()
     for line in prefer:
         key, equals, plugin = line.partition("=")
         if not equals or not key or not plugin:
@@ -184,6 +207,14 @@ def preferences(registry: Registry, hook: str, prefer: Sequence[str]) -> frozens
             raise PlanError(
                 f"prefer={line!r}: no plugin is called {plugin!r}{nearest(plugin, known)} (found: {listed})"
             )
+        members = [member for member in registry.members if member.name == plugin]
+        if members and not any(key in registry.hooks_of(member) for member in members):
+            raise PlanError(f"prefer={line!r}: {plugin!r} does not implement {key}; {_implementers(registry, key)}")
         if key == hook:
-            chosen.add(plugin)
+            chosen.update(member.same_as or member.name for member in members)
     return frozenset(chosen)
+
+
+def _implementers(registry: Registry, hook: str) -> str:
+    names = [member.name for member in registry.members if hook in registry.hooks_of(member)]
+    return f"drop the line, or name one of {', '.join(names)}" if names else "drop the line: no plugin here does"

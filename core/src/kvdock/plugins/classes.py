@@ -17,6 +17,7 @@ from kvdock.plugins.answers import (
     Outcome,
     ask,
     declined,
+    mark_outranked,
     most_specific_first,
     named,
     settle,
@@ -91,7 +92,8 @@ def _choose(
                 fitting.append(Claim(member=member, value=value))
         if fitting:
             winner = settle(registry, hook, subject, fitting, prefer, equal_is_one=True)
-            return winner.value, _decision(hook, subject, answers, winner)
+            ranked = mark_outranked(hook, answers, winner, fitting, equal_is_one=True)
+            return winner.value, _decision(hook, subject, ranked, winner)
     return None, _decision(hook, subject, answers, None)
 
 

@@ -11,7 +11,7 @@ from kvdock.errors import PlanError, PluginError, nearest
 from kvdock.hookspecs import TIERS
 from kvdock.kernels.interface import Kernels
 from kvdock.plugins.answers import ask_all, first_claim, named, wrong
-from kvdock.plugins.loading import Member, PluginWarning, Registry
+from kvdock.plugins.loading import Member, PluginWarning, Registry, shown
 
 PROBES = ("core", "hardware")
 """Tiers that know live devices."""
@@ -39,10 +39,10 @@ def _profiles(registry: Registry) -> list[tuple[Member, str, DeviceInfo]]:
         for name, info in value.items():
             if not isinstance(name, str) or not name or ":" in name:
                 raise PluginError(
-                    f"{named(member, 'device_catalogue')} lists a device called {name!r}; a name is text without ':'"
+                    f"{named(member, 'device_catalogue')} lists a device called {shown(name)}; a name is text without ':'"
                 )
             if not isinstance(info, DeviceInfo):
-                raise wrong(member, f"device_catalogue[{name!r}]", info, "a DeviceInfo")
+                raise wrong(member, f"device_catalogue[{shown(name)}]", info, "a DeviceInfo")
             found.append((member, name, info))
     return found
 
@@ -152,7 +152,14 @@ def _owner(registry: Registry, profiles: dict[str, list[tuple[str, DeviceInfo]]]
     failed = [f"{p.name} is not loaded: {p.reason}" for p in registry.problems if p.name == owner]
     listed = ", ".join(known) or "none"
     why = f"; {failed[0]}" if failed else nearest(owner, known)
-    raise PlanError(f"no device is called {selector!r}{why} (known: {listed})")
+    raise PlanError(f"no device is called {selector!r}{why} (known: {listed}){_not_asked(registry, owner)}")
+
+
+def _not_asked(registry: Registry, owner: str) -> str:
+    """Return which other hardware is installed and not used, and so may list the device, with the reasons."""
+    others = [p for p in registry.problems if p.tier == "hardware" and p.name != owner]
+    listed = ", ".join(f"{p.name} ({p.origin}): {p.reason}" for p in others)
+    return f"; not asked for its devices: {listed}" if others else ""
 
 
 def kernels(registry: Registry, device: DeviceInfo, prefer: Sequence[str] = ()) -> Kernels | None:

@@ -14,6 +14,7 @@ from typing import Any
 import importlib_metadata
 import msgspec
 
+from kvdock.errors import printable
 from kvdock.hookspecs import GROUPS, TIERS
 
 RESERVED = frozenset({"core", "cpu"})
@@ -70,13 +71,24 @@ def _read(path: tuple[str, ...]) -> Iterator[Candidate]:
         for distribution in importlib_metadata.distributions(path=[entry]):
             try:
                 found += _candidates(distribution)
-            except (OSError, ValueError) as error:
-                import logging  # only then: every start of the command line would pay for it
-
-                logging.getLogger("kvdock").warning(
-                    "the metadata of a distribution cannot be read and is skipped: %s", error
-                )
+            except Exception as error:  # whatever a broken file does to its parser, the others are found
+                _skip(distribution, entry, error)
         yield from sorted(found, key=lambda candidate: _numbers(candidate.version), reverse=True)
+
+
+def _skip(distribution: Any, entry: str, error: Exception) -> None:
+    import logging  # only then: every start of the command line would pay for it
+
+    try:
+        owner = " ".join(filter(None, _name_and_version(distribution)))
+    except Exception:
+        owner = ""
+    logging.getLogger("kvdock").warning(
+        "the metadata of %s in %s cannot be read and is skipped: %s; reinstall or remove it",
+        printable(owner) or "a distribution",
+        printable(entry or os.curdir),
+        printable(str(error)),
+    )
 
 
 def _exists(entry: str) -> bool:
@@ -90,9 +102,13 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 def _candidates(distribution: Any) -> list[Candidate]:
     """Return the candidates of one distribution; most have none, and of those only one file is read."""
-    if "kvdock." not in (distribution.read_text("entry_points.txt") or ""):
+    text = distribution.read_text("entry_points.txt") or ""
+    if "kvdock." not in text:
         return []
-    points = [point for point in distribution.entry_points if point.group in GROUPS]
+    try:
+        points = [point for point in distribution.entry_points if point.group in GROUPS]
+    except Exception as error:
+        raise ValueError(f"entry_points.txt: {_bad_line(text) or error}") from error
     if not points:
         return []
     name, version = _name_and_version(distribution)
@@ -108,6 +124,13 @@ def _candidates(distribution: Any) -> list[Candidate]:
         )
         for point in points
     ]
+
+
+def _bad_line(text: str) -> str:
+    """Return what is wrong with the first malformed line: the library's parser stumbles over it without naming it."""
+    lines = (line.strip() for line in text.splitlines())
+    bad = (line for line in lines if line and not line.startswith(("[", "#")) and "=" not in line)
+    return next((f"{line!r} is not name = value" for line in bad), "")
 
 
 def _name_and_version(distribution: Any) -> tuple[str, str]:

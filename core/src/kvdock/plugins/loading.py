@@ -7,7 +7,7 @@ import inspect
 import sys
 import threading
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import importlib_metadata
@@ -15,7 +15,7 @@ import msgspec
 import pluggy
 
 from kvdock import __version__
-from kvdock.errors import PluginError, nearest
+from kvdock.errors import PluginError, nearest, printable
 from kvdock.hookspecs import CONTRACT, PROJECT, TIERS, KVDockSpecs
 from kvdock.model import CORE_KINDS, CORE_PARAMS, LayerParams
 from kvdock.plugins.discovery import Candidate, refuse_name
@@ -272,12 +272,13 @@ def load(
     """Return a registry with the built-in plugins and every candidate that may matter.
 
     `allow` and `deny` are names (`allow` ``None``: everything, empty: the core alone); a variant comes
-    along when both its parts are allowed. `hardware` are the hardware plugins to import (``None``: all).
-    A candidate that fails is set aside with its reason and a `PluginWarning`; names in `requested` must
-    load, and with `strict` all must.
+    along when both its parts are allowed. `hardware` are the hardware plugins to import beside those that
+    are asked for by name (``None``: all). A candidate that fails is set aside with its reason and a
+    `PluginWarning`; names in `allow` and `requested` must load, and with `strict` all must.
 
     Raises:
-        PluginError: a name is unknown, or a requested plugin (any plugin, if `strict`) cannot be used.
+        PluginError: a name is unknown or in two lists that exclude each other, or a plugin that was asked
+            for by name (any plugin, if `strict`) cannot be used.
     """
     registry = Registry()
     for name, plugin in builtins:
@@ -302,17 +303,13 @@ class _Choice:
         strict: bool,
         builtins: Sequence[str],
     ) -> None:
-        found = sorted({candidate.name for candidate in candidates})
-        for option, names in (("plugins", allow), ("no_plugins", deny), ("hardware", hardware), ("plugin", requested)):
-            _check_known(option, names or (), found, builtins)
-        for name in sorted({*deny} & {*builtins}):
-            raise PluginError(f"no_plugins: {name!r} is built in and cannot be left out")
-        for name in sorted({*deny} & {*requested}):
-            raise PluginError(f"plugin {name!r} is asked for and left out by no_plugins at once; drop one of the two")
+        lists = {"plugins": allow, "no_plugins": deny, "hardware": hardware, "plugin": requested}
+        check_names(candidates, lists, builtins)
         self.allow = None if allow is None else frozenset(allow)
         self.deny = frozenset(deny)
         self.hardware = None if hardware is None else frozenset(hardware)
         self.requested = frozenset(requested)
+        self.named = self.requested.union(allow or ())
         self.strict = strict
         self.builtins = frozenset(builtins)
 
@@ -324,21 +321,37 @@ class _Choice:
             return ""
         if candidate.needs and self.allow.union(self.builtins).issuperset(candidate.needs) and self.allow:
             return ""
+        if not self.allow:
+            return f"plugins is empty, which leaves the core alone; add {candidate.name}"
         return f"not among plugins={','.join(sorted(self.allow))}; add {candidate.name}"
 
     def is_idle(self, candidate: Candidate) -> bool:
         """Tell whether this is hardware that nobody asked for."""
         if candidate.tier != "hardware" or self.hardware is None:
             return False
-        return candidate.name not in self.hardware | self.requested
+        return candidate.name not in self.hardware | self.named
 
     def must_work(self, candidate: Candidate) -> bool:
         """Tell whether a failure of this candidate stops the run."""
-        return self.strict or candidate.name in self.requested
+        return self.strict or candidate.name in self.named
 
-    def is_named(self, candidate: Candidate) -> bool:
-        """Tell whether a clash over this name must be settled first: somebody wrote the name down."""
-        return self.must_work(candidate) or candidate.name in (self.allow or ())
+
+def check_names(
+    candidates: Sequence[Candidate], lists: Mapping[str, Collection[str] | None], builtins: Sequence[str]
+) -> None:
+    """Check the user's lists of names, by option: ``plugins``, ``no_plugins``, ``hardware``, ``plugin``.
+
+    Raises:
+        PluginError: nothing installed has a name, or it is asked for and left out at once.
+    """
+    found = sorted({candidate.name for candidate in candidates})
+    for option, names in lists.items():
+        _check_known(option, names or (), found, builtins)
+    denied = {*(lists.get("no_plugins") or ())}
+    for name in sorted(denied & {*builtins}):
+        raise PluginError(f"no_plugins: {name!r} is built in and cannot be left out")
+    for name in sorted(denied & {*(lists.get("plugins") or ()), *(lists.get("plugin") or ())}):
+        raise PluginError(f"plugin {name!r} is asked for and left out by no_plugins at once; drop one of the two")
 
 
 def _check_known(option: str, names: Iterable[str], found: Sequence[str], builtins: Sequence[str]) -> None:
@@ -362,16 +375,16 @@ def _admit(registry: Registry, candidate: Candidate, choice: _Choice) -> None:
         return
     missing = _missing_parts(registry, candidate)
     if candidate.status == "found" and missing:
-        if candidate.name in choice.requested:
+        if candidate.name in choice.named:
             raise PluginError(f"plugin {candidate.name!r} ({_origin(candidate)}) {missing}")
         registry.set_aside(_problem(candidate, "inactive", missing))
         return
     try:
-        _import_and_add(registry, candidate, requested=candidate.name in choice.requested)
+        _import_and_add(registry, candidate, requested=candidate.name in choice.named)
     except PluginError as error:
-        status = "conflict" if candidate.status == "conflict" else "failed"
-        if choice.must_work(candidate) or (status == "conflict" and choice.is_named(candidate)):
+        if choice.must_work(candidate):
             raise
+        status = "conflict" if candidate.status == "conflict" else "failed"
         registry.set_aside(_problem(candidate, status, str(error)))
         warnings.warn(f"{error}; it is left out", PluginWarning, stacklevel=3)
 
@@ -412,8 +425,20 @@ def _import_and_add(registry: Registry, candidate: Candidate, *, requested: bool
 
 def describe(error: BaseException) -> str:
     """Return the type and text of an error in one line."""
-    text = " ".join(str(error).split())
+    text = " ".join(_text(str, error).split())
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def shown(value: Any) -> str:
+    """Return what a plugin gave as one printable line, even if its own ``repr`` fails."""
+    return printable(_text(repr, value))
+
+
+def _text(render: Callable[[Any], str], value: Any) -> str:
+    try:
+        return render(value)
+    except (Exception, SystemExit) as error:
+        return f"<{type(value).__name__} whose {render.__name__}() raises {type(error).__name__}>"
 
 
 @contextlib.contextmanager

@@ -17,7 +17,17 @@ from kvdock.layout import LayerGroup, Space
 from kvdock.model import ModelSpec
 from kvdock.options import CacheOptions, make_options
 from kvdock.plugins.answers import Answer as Answer
-from kvdock.plugins.answers import Claim, ask_all, declined, first_claim, most_specific_first, named, settle, wrong
+from kvdock.plugins.answers import (
+    Claim,
+    ask_all,
+    declined,
+    first_claim,
+    mark_outranked,
+    most_specific_first,
+    named,
+    settle,
+    wrong,
+)
 from kvdock.plugins.answers import Decision as Decision
 from kvdock.plugins.classes import allocator_cls as allocator_cls
 from kvdock.plugins.classes import pool_cls as pool_cls
@@ -27,7 +37,7 @@ from kvdock.plugins.devices import find_device as find_device
 from kvdock.plugins.devices import kernels as kernels
 from kvdock.plugins.devices import live_devices as live_devices
 from kvdock.plugins.devices import probe as probe
-from kvdock.plugins.loading import Member, Registry
+from kvdock.plugins.loading import Member, Registry, shown
 from kvdock.queries import GroupQuery, ModelQuery, OptionsQuery, PlanQuery, StateQuery
 
 USER_ONLY = frozenset({"plugins", "no_plugins", "prefer", "strict", "plugin_options"})
@@ -115,10 +125,10 @@ def _option_values(member: Member, value: Any) -> Mapping[str, Any] | None:
     known = set(CacheOptions.__struct_fields__) - USER_ONLY
     for name, default in value.items():
         if name not in known:
-            why = "is the user's alone" if name in USER_ONLY else f"does not exist{nearest(str(name), known)}"
-            raise PluginError(f"{named(member, hook)} gives a default for the option {name!r}, which {why}")
+            why = "is the user's alone" if name in USER_ONLY else f"does not exist{nearest(shown(name), known)}"
+            raise PluginError(f"{named(member, hook)} gives a default for the option {shown(name)}, which {why}")
         if default is None:
-            raise PluginError(f"{named(member, hook)} gives None for {name!r}; leave the option out")
+            raise PluginError(f"{named(member, hook)} gives None for {shown(name)}; leave the option out")
     try:
         options = make_options(value)
     except PlanError as error:
@@ -151,9 +161,9 @@ def _space_values(member: Member, value: Any) -> Mapping[str, Space] | None:
         raise wrong(member, hook, value, "a mapping of name to Space")
     for name, space in value.items():
         if not isinstance(space, Space):
-            raise wrong(member, f"{hook}[{name!r}]", space, "a Space")
+            raise wrong(member, f"{hook}[{shown(name)}]", space, "a Space")
         if name != space.name:
-            raise PluginError(f"{named(member, hook)} lists the space {space.name!r} as {name!r}; use one name")
+            raise PluginError(f"{named(member, hook)} lists the space {space.name!r} as {shown(name)}; use one name")
     return value
 
 
@@ -191,7 +201,8 @@ def _merge(
         else declined(member)
         for member, values in offers
     )
-    return winner, _decided(hook, subject, winner, words.text(winner.value), answers)
+    ranked = mark_outranked(hook, answers, winner, rivals, equal_is_one=True)
+    return winner, _decided(hook, subject, winner, words.text(winner.value), ranked)
 
 
 def objections(registry: Registry, hook: str, query: PlanQuery) -> tuple[tuple[str, str], ...]:
