@@ -115,7 +115,6 @@ def test_several_lines_become_one():
 
 def test_text_of_others_cannot_steer_the_terminal():
     assert printable("a\x1b[31mb\u202ec\nd") == "a�[31mb�c�d"
-    assert printable("a\nb\x07", keep="\n") == "a\nb�"
     assert printable("Qwen 3 · müde") == "Qwen 3 · müde"
 
 
@@ -173,6 +172,13 @@ def test_parallel_sizes_reach_the_plan(config):
     # Half of the layers, and 8 heads over 8 / 2 ranks.
     assert plan["bytes_per_token"]["kv"] == BYTES_PER_TOKEN // 2 // 4
     assert plan["groups"][0]["layers"] == list(range(16, 32))
+
+
+def test_layers_of_the_stages_reach_the_plan(config):
+    arguments = ["--memory", "1GiB", "--json", "--pp", 2, "--pp-rank", 1, "--pp-layers", "30, 2"]
+    result = call("plan", config(), *arguments)
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(result.stdout)["groups"][0]["layers"] == [30, 31]
 
 
 def test_a_folder_is_a_model(config, tmp_path):
@@ -234,6 +240,7 @@ BAD_FIELDS = [
     ("num_key_value_heads", 0),
     ("num_key_value_heads", True),
     ("num_key_value_heads", 8.5),
+    ("num_key_value_heads", 33),
     ("head_dim", -128),
     ("head_dim", 2**40),
     ("max_position_embeddings", 0),
@@ -274,6 +281,11 @@ BAD_ARGUMENTS = {
     "an option without a value": (["--memory", "1GiB", "--option", "page_size"], "write it as"),
     "an option that states nothing": (["--memory", "1GiB", "--option", "page_size=null"], "states nothing"),
     "an option twice": (["--memory", "1GiB", "--page-size", "16", "--option", "page_size=32"], "given twice"),
+    "a flag twice": (["--memory", "1GiB", "--page-size", "16", "--page-size", "32"], "--page-size is given twice"),
+    "a flag twice with one value": (["--memory", "1GiB", "--tp", "1", "--tp", "1"], "--tp is given twice"),
+    "memory twice": (["--memory", "1GiB", "--memory", "2GiB"], "--memory is given twice"),
+    "layers that are no list": (["--memory", "1GiB", "--pp", "2", "--pp-layers", "16,,16"], "as 30,31"),
+    "layers of another model": (["--memory", "1GiB", "--pp", "2", "--pp-layers", "16,17"], "adds up to 33"),
     "an option of another type": (["--memory", "1GiB", "--option", "page_size=many"], "page_size"),
     "an option that is a flag": (["--memory", "1GiB", "--option", "page_size=true"], "page_size"),
     "an unknown flag": (["--memory", "1GiB", "--page-sise", "16"], "--page-sise"),
@@ -358,6 +370,27 @@ def test_a_full_disk_is_refused_in_one_line(config):
     assert result.stderr.count("\n") == 1
 
 
+def closed(config, redirections):
+    """Run a plan from a shell that closes descriptors."""
+    command = f"'{sys.executable}' -c 'from kvdock.cli import main; main()' plan '{config()}' --memory 1GiB --json"
+    shell = ["bash", "-c", f"{command} {redirections}"]
+    return subprocess.run(shell, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_a_closed_standard_output_is_refused_in_one_line(config):
+    result = closed(config, ">&-")
+    assert result.returncode == 2
+    assert result.stderr == "kvdock: standard output is closed; leave it open, or send it to a file with > FILE\n"
+    silent = closed(config, ">&- 2>&-")
+    assert (silent.returncode, silent.stdout, silent.stderr) == (2, "", "")
+
+
+def test_a_closed_standard_error_leaves_the_result_pure(config):
+    result = closed(config, "2>&-")
+    assert result.returncode == 0
+    assert json.loads(result.stdout)["warnings"]
+
+
 # Lists.
 
 
@@ -400,10 +433,18 @@ def test_models_lists_architectures():
 
 
 def test_a_process_prints_pure_json_and_exits_with_0(config):
-    result = process("plan", config(), "--memory", "1GiB", "--json")
+    result = process("plan", config(), "--memory", "2GiB", "--json")
     assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout)["schema"].startswith("kvdock.plan/")
     assert result.stderr == ""
+
+
+def test_warnings_of_a_plan_reach_standard_error_beside_json(config):
+    result = process("plan", config(), "--memory", "256MiB", "--json")
+    assert result.returncode == 0
+    warnings = json.loads(result.stdout)["warnings"]
+    assert warnings
+    assert result.stderr.splitlines() == [f"kvdock: warning: {warning}" for warning in warnings]
 
 
 def test_a_process_refuses_in_one_line_and_exits_with_2(config):
@@ -421,30 +462,38 @@ def talkative(tmp_path):
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kvdock-talk\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[kvdock.families]\ntalk = kvdock_talk\n")
     (site / "kvdock_talk.py").write_text(
-        "import os\n"
+        "import atexit, os, sys\n"
         "from kvdock import CONTRACT, hookimpl\n"
         "kvdock_contract = CONTRACT\n"
         'print("imported")\n'
+        'sys.__stdout__.write("behind\\n")\n'
+        'atexit.register(lambda: print("leaving"))\n'
+        'atexit.register(lambda: os.write(1, b"gone\\n"))\n'
         "@hookimpl\n"
         "def validate_plan(query):\n"
         '    print("asked")\n'
         '    os.write(1, b"native\\n")\n'
+        '    os.system("echo child")\n'
     )
     return site
 
 
-def test_what_plugins_print_goes_to_standard_error(config, talkative):
+@pytest.mark.parametrize("form", ["--json", "--explain"])
+def test_what_plugins_print_goes_to_standard_error_until_the_end(config, talkative, form):
     result = process(
         "plan",
         config(),
         "--memory",
-        "1GiB",
-        "--json",
+        "2GiB",
+        form,
         PYTHONPATH=os.pathsep.join([str(talkative), os.environ.get("PYTHONPATH", "")]),
     )
     assert result.returncode == 0, result.stderr
-    json.loads(result.stdout)
-    assert sorted(result.stderr.split()) == ["asked", "imported", "native"]
+    said = ["asked", "behind", "child", "gone", "imported", "leaving", "native"]
+    assert sorted(result.stderr.split()) == said
+    if form == "--json":
+        json.loads(result.stdout)
+    assert not set(said) & set(result.stdout.splitlines())
 
 
 def test_a_plugin_that_fails_is_one_line_of_warning_with_its_reason(config, talkative):
@@ -466,7 +515,7 @@ def test_a_plugin_that_fails_is_one_line_of_warning_with_its_reason(config, talk
 
 
 def test_a_reader_that_goes_away_is_no_error(config):
-    command = f"'{sys.executable}' -c 'from kvdock.cli import main; main()' plan '{config()}' --memory 1GiB --json | head -c 1"
+    command = f"'{sys.executable}' -c 'from kvdock.cli import main; main()' plan '{config()}' --memory 2GiB --json | head -c 1"
     result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120, check=False)
     assert (result.stdout, result.stderr) == ("{", "")
 
@@ -494,7 +543,7 @@ print(code, heavy, file=sys.stderr)
 @pytest.mark.parametrize("form", [["plugins", "--json"], ["devices", "--json"], ["models", "--json"], ["plan"]])
 def test_json_needs_neither_torch_nor_a_drawing_library(config, form):
     if form == ["plan"]:
-        form = ["plan", config(), "--memory", "1GiB", "--json"]
+        form = ["plan", config(), "--memory", "2GiB", "--json"]
     result = subprocess.run(
         [sys.executable, "-c", LIGHT, *form], capture_output=True, text=True, timeout=120, check=False
     )

@@ -4,7 +4,7 @@ from kvdock import dtypes
 from kvdock.device import DeviceInfo
 from kvdock.errors import PlanError
 from kvdock.layout import Buffer, LayerGroup, SizeRule, Space, Unit, round_up
-from kvdock.model import LayerSpec, MHAParams, ModelSpec, model_from_builtins, model_to_builtins
+from kvdock.model import LayerParams, LayerSpec, MHAParams, ModelSpec, model_from_builtins, model_to_builtins
 
 MHA = MHAParams(num_kv_heads=8, head_dim=128, v_head_dim=128)
 LAYER = LayerSpec(kind="mha", params=MHA)
@@ -59,6 +59,12 @@ def test_four_bits_are_two_to_a_byte():
         ({"guard": -1}, "guard=-1"),
         ({"layers": (1, 1)}, "name one layer twice"),
         ({"stacked": True}, "stacked over no layer"),
+        ({"guard": 1.5}, "buffer 'b': guard=1.5 does not fit: give a whole number"),
+        ({"shape": (8, 1.5)}, r"buffer 'b': shape=\(8, 1.5\) does not fit: give a list of whole numbers"),
+        ({"shape": 8}, "shape=8 does not fit"),
+        ({"memory": "hots"}, "memory='hots' does not fit: give one of .*; did you mean 'host'"),
+        ({"unit": "slots"}, "unit='slots' does not fit: give a Unit"),
+        ({"name": None}, "name=None does not fit: give text"),
     ],
 )
 def test_a_buffer_that_makes_no_sense_is_refused(fields, message):
@@ -75,6 +81,9 @@ def test_a_buffer_that_makes_no_sense_is_refused(fields, message):
         ({"fixed": -1}, "fixed=-1"),
         ({"round_to": 0}, "round_to=0"),
         ({"at_most_share": (3, 2)}, "more than the whole budget"),
+        ({"per_token": 0.8}, "size rule: per_token=0.8 does not fit: give a pair of whole numbers"),
+        ({"per_token": (1, 2, 3)}, r"per_token=\(1, 2, 3\) does not fit"),
+        ({"at_least": True}, "at_least=True does not fit: give a whole number"),
     ],
 )
 def test_a_rule_that_makes_no_sense_is_refused(fields, message):
@@ -87,6 +96,16 @@ def test_a_space_cannot_follow_itself_or_be_called_tokens():
         Space(name="full", rule=SizeRule(per_token=(1, 1), of="full"))
     with pytest.raises(PlanError, match="cannot be called 'tokens'"):
         Space(name="tokens", rule=SizeRule())
+
+
+def test_lists_in_a_layout_become_tuples_and_data_becomes_no_struct():
+    keys = Buffer(name="k", role="key", shape=[8, 128], dtype="bfloat16", layers=[0, 1])
+    assert (keys.shape, keys.layers, keys.row_nbytes) == ((8, 128), (0, 1), 2048)
+    assert SizeRule(per_token=[4, 5]).per_token == (4, 5)
+    with pytest.raises(PlanError, match=r"space 'full': rule={} does not fit: give a SizeRule"):
+        Space(name="full", rule={})
+    with pytest.raises(PlanError, match=r"layer group 'g': layers=.* does not fit"):
+        LayerGroup(name="g", kind="mha", space="full", layers=(LAYER,))
 
 
 def test_a_group_without_layers_is_refused():
@@ -127,6 +146,13 @@ def test_a_model_file_that_makes_no_sense_is_refused(change, message):
     [
         ({"layers": ()}, "0 layers"),
         ({"context_length": 0}, "context_length=0"),
+        ({"context_length": 4096.5}, "model 'm': context_length=4096.5 does not fit: give a whole number"),
+        ({"context_length": "4096"}, "context_length='4096' does not fit"),
+        ({"context_length": True}, "context_length=True does not fit"),
+        ({"dtype": None}, "dtype=None does not fit: give text"),
+        ({"name": 5}, "name=5 does not fit: give text"),
+        ({"layers": 5}, "layers=5 does not fit: give a list of LayerSpecs"),
+        ({"layers": (LAYER, MHA)}, "layers=.* does not fit: give a list of LayerSpecs"),
         ({"context_length": 2**31 + 1}, r"2147483649 is outside 1 … 2\^31"),
         ({"dtype": "int8"}, "no floating-point type"),
         ({"layers": (LAYER, LayerSpec(kind="mha", params=MHA, shares_kv_with=7))}, "layer 7, which the model does not"),
@@ -151,6 +177,49 @@ def test_a_model_that_makes_no_sense_is_refused(fields, message):
 def test_extents_beyond_belief_are_refused(value):
     with pytest.raises(PlanError, match=f"head_dim={value} is outside 1"):
         MHAParams(num_kv_heads=1, head_dim=value, v_head_dim=1)
+
+
+@pytest.mark.parametrize("value", [8.5, "8", float("nan"), True, None])
+def test_a_count_of_heads_is_a_whole_number(value):
+    with pytest.raises(PlanError, match=f"MHAParams num_kv_heads={value!r} does not fit: give a whole number"):
+        MHAParams(num_kv_heads=value, head_dim=8, v_head_dim=8)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"window_tokens": 8.5}, "window_tokens=8.5 does not fit"),
+        ({"window_tokens": True}, "window_tokens=True does not fit"),
+        ({"shares_kv_with": "0"}, "shares_kv_with='0' does not fit"),
+        ({"params": {}}, "params={} does not fit: give a LayerParams"),
+        ({"kind": 5}, "kind=5 does not fit: give text"),
+    ],
+)
+def test_a_layer_of_other_types_is_refused(fields, message):
+    with pytest.raises(PlanError, match=message):
+        LayerSpec(**({"kind": "mha", "params": MHA} | fields))
+
+
+def test_the_shape_of_a_kind_of_its_own_may_hold_what_it_annotates():
+    class RingParams(LayerParams, frozen=True, kw_only=True):
+        ratio: float
+        label: str | None = None
+        taps: tuple[int, ...] = ()
+
+    assert RingParams(ratio=1, taps=[3, 4]) == RingParams(ratio=1.0, taps=(3, 4))
+    with pytest.raises(PlanError, match="RingParams label=5 does not fit: give text"):
+        RingParams(ratio=0.5, label=5)
+
+
+def test_layers_of_a_model_may_be_a_list():
+    assert model(layers=[LAYER, LAYER]) == model()
+
+
+@pytest.mark.parametrize("field", ["total_bytes", "granularity_bytes", "index"])
+def test_sizes_of_a_device_are_whole_numbers(field):
+    sizes = {"total_bytes": 4, "free_before_load_bytes": 4, "free_bytes": 4}
+    with pytest.raises(PlanError, match=f"device 'd': {field}=1.5 does not fit: give a whole number"):
+        DeviceInfo(**({"device_type": "cpu", "name": "d"} | sizes | {field: 1.5}))
 
 
 def test_a_device_cannot_have_more_free_after_loading():

@@ -45,12 +45,20 @@ def find_budget(
     The result may be negative; whether anything fits is the solver's to say.
 
     Raises:
+        BudgetError: a given budget is more than is free on the device.
         PlanError: a given number is negative, or weights are given beside a budget that they do not touch.
     """
     for name, value in (("budget_bytes", budget_bytes), ("weights_bytes", weights_bytes)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63):
             raise PlanError(f"{name}={value!r} is no number of bytes; give a whole number from 0 to 2^63 - 1")
     if budget_bytes is not None:
+        if budget_bytes > device.free_bytes:
+            raise BudgetError(
+                f"budget_bytes={budget_bytes} is more than the {device.free_bytes} bytes that are free on "
+                f"{device.name}; give at most {device.free_bytes}, or leave it out for a share of that memory",
+                needed_bytes=budget_bytes,
+                budget_bytes=device.free_bytes,
+            )
         if weights_bytes:
             raise PlanError("budget_bytes is what the cache may take, so weights_bytes has no effect; give one of them")
         return Budget(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from kvdock.checked import check_fields, show
 from kvdock.errors import PlanError
 
 
@@ -29,6 +30,7 @@ class DeviceInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Ordinal of a live device; ``None`` for a profile."""
 
     def __post_init__(self) -> None:
+        check_fields(self, f"device {show(self.name)}:")
         if not self.device_type or not self.name:
             raise PlanError("a device needs a device_type and a name, for example 'cuda' and 'h200'")
         if self.granularity_bytes < 1:

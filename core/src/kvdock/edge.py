@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from kvdock.checked import converted, show
 from kvdock.device import DeviceInfo
 from kvdock.errors import PlanError
 from kvdock.families.config import load_config
@@ -22,7 +23,7 @@ from kvdock.plugins.loading import Registry
 from kvdock.plugins.report import Row
 from kvdock.plugins.resolve import Decision
 from kvdock.queries import ModelQuery
-from kvdock.startup import candidates, installed
+from kvdock.startup import candidates, check_names, installed
 
 Model = str | os.PathLike[str] | Mapping[str, Any] | ModelSpec
 
@@ -57,11 +58,28 @@ def plan(
     """
     chosen = make_options(options)
     sizes = make_parallelism(parallel)
+    budget_bytes = _whole_bytes("budget_bytes", budget_bytes)
+    weights_bytes = _whole_bytes("weights_bytes", weights_bytes)
+    _check_kinds(device, registry)
     registry = registry if registry is not None else _registry_for(device, chosen, budget_bytes)
     info = find_device(device, registry, budget_bytes)
     models, read_by = read_models(model, chosen, registry)
     made = plan_from(models, info, chosen, sizes, registry, budget_bytes=budget_bytes, weights_bytes=weights_bytes)
     return msgspec.structs.replace(made, read_by=read_by)
+
+
+def _whole_bytes(name: str, nbytes: Any) -> int | None:
+    whole: int | None = converted(name, nbytes, int | None)
+    if whole is not None and not 0 <= whole < 2**63:
+        raise PlanError(f"{name}={show(whole)} is no number of bytes; give a whole number from 0 to 2^63 - 1")
+    return whole
+
+
+def _check_kinds(device: Any, registry: Any) -> None:
+    if device is not None and not isinstance(device, str | DeviceInfo):
+        raise PlanError(f"device={show(device)} does not fit: give a name such as 'h200' or 'cuda:0', or a DeviceInfo")
+    if registry is not None and not isinstance(registry, Registry):
+        raise PlanError(f"registry={show(registry)} does not fit: give a Registry, or leave it out")
 
 
 def _registry_for(device: str | DeviceInfo | None, options: CacheOptions, budget_bytes: int | None) -> Registry:
@@ -131,7 +149,14 @@ def _read_drafts(
 ) -> list[tuple[ModelSpec, Decision]]:
     """Return the models that draft: the one that is given, or the extra layers of the target's own config."""
     algorithm = options.speculative_algorithm
-    if algorithm is None or algorithm.upper() in KV_FREE_ALGORITHMS:
+    if algorithm is None:
+        return []
+    if algorithm in KV_FREE_ALGORITHMS:
+        if options.draft is not None:
+            raise PlanError(
+                f"speculative_algorithm={algorithm!r} drafts without a model, so draft={show(options.draft)} would not "
+                "be read; leave draft out, or give another algorithm, for example EAGLE"
+            )
         return []
     if options.draft is not None:
         name, draft = load_config(options.draft)
@@ -149,9 +174,15 @@ def _read_drafts(
 
 
 def plugin_rows(check: bool = False, options: CacheOptions | None = None) -> list[Row]:
-    """Return one row of facts per plugin; `check` imports each and adds contract, hooks and status."""
-    found = candidates()
-    return list(report.rows(found, installed(options) if check else None))
+    """Return one row of facts per plugin; `check` imports each and adds contract, hooks and status.
+
+    Raises:
+        PluginError: a name in the options is not installed; with `check`, a plugin that they name fails.
+    """
+    if check:
+        return list(report.rows(candidates(), installed(options)))
+    check_names(options or CacheOptions())
+    return list(report.rows(candidates()))
 
 
 def devices(options: CacheOptions | None = None) -> list[tuple[str, DeviceInfo]]:

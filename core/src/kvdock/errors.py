@@ -64,7 +64,18 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {match[0]!r}?" if match else ""
 
 
-def printable(text: str, limit: int = 200) -> str:
-    """Return `text` safe for a terminal: control characters replaced, cut after `limit` characters."""
-    shown = "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text[:limit])
-    return shown if len(text) <= limit else f"{shown}…"
+def printable(text: str, limit: int | None = 200) -> str:
+    """Return `text` safe for a terminal: control characters replaced, cut after `limit` characters (``None``: whole)."""
+    shown = text[:limit]
+    if not shown.isprintable():
+        shown = "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in shown)
+    return shown if limit is None or len(text) <= limit else f"{shown}…"
+
+
+def one_line(text: str) -> str:
+    """Return a text of several lines as one, without control characters."""
+    joined = ""
+    for line in filter(None, (line.strip() for line in text.splitlines())):
+        separator = "" if not joined else " " if joined.endswith((":", ",", ";")) else "; "
+        joined += separator + line
+    return printable(joined, limit=None)

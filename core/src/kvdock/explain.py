@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from kvdock.budget import show_bytes
+from kvdock.errors import one_line
 from kvdock.options import CacheOptions
 
 if TYPE_CHECKING:
@@ -15,11 +16,15 @@ if TYPE_CHECKING:
 
 
 def explain(plan: CachePlan) -> str:
-    """Return the report of a plan as plain text."""
+    """Return the report of a plan as plain text, one fact a line.
+
+    Names and reasons of others cannot add lines of their own, nor steer a terminal.
+    """
     sections = (
         ("Model", _model(plan)),
         ("Device and budget", _budget(plan)),
         ("Options", _options(plan)),
+        ("Plugins", _plugins(plan)),
         ("Decisions", _decisions(plan)),
         ("Spaces", _spaces(plan)),
         ("Buffers", _buffers(plan)),
@@ -29,10 +34,14 @@ def explain(plan: CachePlan) -> str:
     )
     lines: list[str] = []
     for title, body in sections:
-        content = [f"  {line}" for line in body]
+        content = [f"  {_indent(line)}{one_line(line)}" for line in body]
         if content:
             lines += [title, *content, ""]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _indent(line: str) -> str:
+    return " " * (len(line) - len(line.lstrip(" ")))
 
 
 def _model(plan: CachePlan) -> Iterator[str]:
@@ -83,6 +92,15 @@ def _options(plan: CachePlan) -> Iterator[str]:
         elif source is not None:
             yield f"{text} ({source})"
     yield f"defaults: {', '.join(defaults)}"
+
+
+def _plugins(plan: CachePlan) -> Iterator[str]:
+    """Yield who could answer, then who could not and why."""
+    registry = plan.outline.registry
+    for member in registry.members:
+        yield f"{member.name} ({member.tier}): loaded, {member.origin}"
+    for problem in registry.problems:
+        yield f"{problem.name} ({problem.tier}): {problem.status}, {problem.origin}: {problem.reason}"
 
 
 def _decisions(plan: CachePlan) -> Iterator[str]:

@@ -16,6 +16,7 @@ from typing import Literal
 import msgspec
 
 from kvdock import dtypes
+from kvdock.checked import check_fields, show
 from kvdock.errors import PlanError
 from kvdock.model import LayerSpec
 
@@ -72,6 +73,7 @@ class SizeRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     needs: int = 0
 
     def __post_init__(self) -> None:
+        check_fields(self, "size rule:")
         _check_ratio("size rule", "per_token", self.per_token)
         _check_ratio("size rule", "per_request", self.per_request)
         if self.at_most_of is not None:
@@ -114,6 +116,7 @@ class Space(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     options: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        check_fields(self, f"space {show(self.name)}:")
         if not self.name or self.name == TOKENS:
             raise PlanError(f"a space cannot be called {self.name!r}")
         if self.page_size < 1:
@@ -162,6 +165,7 @@ class Buffer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """True for what attention reads (keys, values, latents, scales, index keys); False for bookkeeping."""
 
     def __post_init__(self) -> None:
+        check_fields(self, f"buffer {show(self.name)}:")
         if any(extent < 0 for extent in self.shape):
             raise PlanError(f"buffer {self.name!r}: shape {self.shape} has a negative extent")
         dtypes.find(self.dtype, option=f"buffer {self.name!r}: dtype")
@@ -222,6 +226,7 @@ class LayerGroup(msgspec.Struct, frozen=True, kw_only=True):
     worker: str = "target"
 
     def __post_init__(self) -> None:
+        check_fields(self, f"layer group {show(self.name)}:")
         if not self.layers:
             raise PlanError(f"layer group {self.name!r} has no layer; leave the group out")
 

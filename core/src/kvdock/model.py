@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from kvdock import dtypes
+from kvdock.checked import check_fields, show
 from kvdock.errors import PlanError, nearest
 
 MAX_LAYERS = 10_000
@@ -27,6 +28,7 @@ class LayerParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """
 
     def __post_init__(self) -> None:
+        check_fields(self, type(self).__name__)
         for field in self.__struct_fields__:
             value = getattr(self, field)
             if isinstance(value, int) and not isinstance(value, bool) and not 0 < value <= MAX_EXTENT:
@@ -82,6 +84,7 @@ class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
     shares_kv_with: int | None = None
 
     def __post_init__(self) -> None:
+        check_fields(self, "LayerSpec")
         if not self.kind:
             raise PlanError("a layer needs a kind, for example 'mha'")
         if self.window_tokens is not None and not 0 <= self.window_tokens <= MAX_CONTEXT:
@@ -108,6 +111,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     warnings: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        check_fields(self, f"model {show(self.name)}:")
         for text in (self.name, self.architecture):
             if not text.isascii() and text.encode("utf-8", "replace") != text.encode("utf-8", "surrogatepass"):
                 raise PlanError(f"model name or architecture {text!a} is no valid text; give one in UTF-8")

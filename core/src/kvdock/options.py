@@ -14,9 +14,15 @@ from typing import Any, Literal
 import msgspec
 
 from kvdock import dtypes
+from kvdock.checked import check_fields, show
 from kvdock.errors import PlanError, nearest
 
 MAX_COUNT = 2**63 - 1
+MAX_DRAFT = 2**20
+"""Most draft steps, branches or tokens that are believed."""
+
+ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "MTP", "STANDALONE", "DFLASH", "NGRAM")
+"""Ways to speculate; a name is taken in any case and kept in capitals."""
 
 
 class CacheOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -85,7 +91,7 @@ class CacheOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Steps of a replay ring. Default 16. Read by state pools with rings."""
 
     speculative_algorithm: str | None = None
-    """Speculative decoding: ``EAGLE``, ``NGRAM`` … Asks for the feature ``speculation``."""
+    """Speculative decoding: one of `ALGORITHMS`. Asks for the feature ``speculation``."""
     speculative_num_steps: int | None = None
     """Draft steps of one decode step. Read by the request table."""
     speculative_topk: int | None = None
@@ -154,10 +160,12 @@ class CacheOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Options of plugins, by plugin name. Read by the plugin."""
 
     def __post_init__(self) -> None:
+        check_fields(self, "option")
         for name in _POSITIVE:
             _check_range(name, getattr(self, name), 1, MAX_COUNT)
-        for name in ("decode_extra_slots",):
-            _check_range(name, getattr(self, name), 0, MAX_COUNT)
+        for name in _SPECULATIVE:
+            _check_range(name, getattr(self, name), 1, MAX_DRAFT)
+        _check_range("decode_extra_slots", self.decode_extra_slots, 0, MAX_COUNT)
         for name in ("page_size", "context_length"):
             _check_range(name, getattr(self, name), 1, 2**31 - 1)
         for name in ("mem_fraction_static", "request_table_share", "request_state_share"):
@@ -168,6 +176,8 @@ class CacheOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             value = getattr(self, name)
             if value is not None and value != "auto":
                 dtypes.find(value, option=name)
+        if self.speculative_algorithm is not None:
+            msgspec.structs.force_setattr(self, "speculative_algorithm", _algorithm(self.speculative_algorithm))
 
 
 _DTYPES = ("kv_cache_dtype", "index_dtype", "model_dtype", "state_dtype")
@@ -180,14 +190,12 @@ _POSITIVE = (
     "max_prefill_tokens",
     "max_state_slots",
     "replay_ring_length",
-    "speculative_num_steps",
-    "speculative_topk",
-    "speculative_num_draft_tokens",
     "hisparse_top_k",
     "hisparse_device_buffer_size",
     "hisparse_host_to_device_ratio",
     "hisparse_swap_in_block_size",
 )
+_SPECULATIVE = ("speculative_num_steps", "speculative_topk", "speculative_num_draft_tokens")
 
 DEFAULTS: Mapping[str, Any] = MappingProxyType(
     {
@@ -255,6 +263,7 @@ class Parallelism(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     pp_layers: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
+        check_fields(self, "parallel size")
         for name in ("tp_size", "pp_size", "dp_size", "dcp_size", "cp_size"):
             _check_range(name, getattr(self, name), 1, 2**20)
         for rank, size in (("pp_rank", self.pp_size), ("cp_rank", self.cp_size)):
@@ -316,12 +325,18 @@ def make_options(values: Mapping[str, Any] | CacheOptions | None = None) -> Cach
     Raises:
         PlanError: an unknown name (with the nearest match), a value of the wrong type or out of range.
     """
-    return values if isinstance(values, CacheOptions) else _make(CacheOptions, values or {}, "option")
+    if isinstance(values, CacheOptions):
+        return values
+    made: CacheOptions = _make(CacheOptions, {} if values is None else values, "option")
+    return made
 
 
 def make_parallelism(values: Mapping[str, Any] | Parallelism | None = None) -> Parallelism:
     """Return a `Parallelism` from names and values; the same rules as `make_options`."""
-    return values if isinstance(values, Parallelism) else _make(Parallelism, values or {}, "parallel size")
+    if isinstance(values, Parallelism):
+        return values
+    made: Parallelism = _make(Parallelism, {} if values is None else values, "parallel size")
+    return made
 
 
 def exact_ratio(value: float | str) -> tuple[int, int]:
@@ -329,42 +344,35 @@ def exact_ratio(value: float | str) -> tuple[int, int]:
     return Decimal(str(value)).as_integer_ratio()
 
 
-def _make(cls: type[Any], values: Mapping[str, Any], what: str) -> Any:
+def _make(cls: type[Any], values: Any, what: str) -> Any:
+    if not isinstance(values, Mapping):
+        raise PlanError(f"{what}s={show(values)} do not fit: give a {cls.__name__}, or names and values")
     for name in values:
-        if name not in cls.__struct_fields__:
-            raise PlanError(f"no {what} is called {name!r}{nearest(name, cls.__struct_fields__)}")
-    types = {field.name: field.type for field in msgspec.structs.fields(cls)}
-    given = {}
-    for name, value in values.items():
-        if value is not None:
-            given[name] = _converted(what, name, value, types[name])
-    return cls(**given)
-
-
-def _converted(what: str, name: str, value: Any, type_: Any) -> Any:
-    try:
-        return msgspec.convert(_plain(value), type_)
-    except msgspec.ValidationError as error:
-        reason = str(error).replace(" | null", "")
-        raise PlanError(f"{what} {name}={value!r} does not fit: {reason[:1].lower()}{reason[1:]}") from error
-
-
-def _plain(value: Any) -> Any:
-    """Turn 8.0 into 8 and lists into what msgspec converts; 8.5 and booleans are left to be refused."""
-    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**53 else value
+        if not isinstance(name, str) or name not in cls.__struct_fields__:
+            near = nearest(name, cls.__struct_fields__) if isinstance(name, str) else ""
+            raise PlanError(f"no {what} is called {show(name)}{near}")
+    return cls(**{name: value for name, value in values.items() if value is not None})
 
 
 def _check_range(name: str, value: int | None, low: int, high: int) -> None:
     if value is None:
         return
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise PlanError(f"{name}={value!r} is not a whole number; give one from {low} to {high}")
     if not low <= value <= high:
         raise PlanError(f"{name}={value} is outside {low} … {high}")
 
 
+def _algorithm(name: str) -> str:
+    """Return the name as `ALGORITHMS` spells it."""
+    if name.upper() not in ALGORITHMS:
+        raise PlanError(
+            f"speculative_algorithm={show(name)} is not known; give one of {', '.join(ALGORITHMS)}"
+            f"{nearest(name.upper(), ALGORITHMS)}"
+        )
+    return name.upper()
+
+
 def _check_fraction(name: str, value: float | None) -> None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1):
+    if value is not None and not 0 < value <= 1:
         raise PlanError(f"{name}={value} is no share; give a number above 0 and at most 1")
 
 

@@ -5,8 +5,6 @@ Only click is imported here; a command imports what it needs when it runs.
 
 from __future__ import annotations
 
-import io
-import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -14,6 +12,7 @@ from typing import Any, NoReturn
 
 import click
 
+from kvdock.cli import output
 from kvdock.cli.text import one_line
 from kvdock.errors import KVDockError
 
@@ -51,8 +50,9 @@ class _Command(click.Group):
     def main(self, args: Sequence[str] | None = None, *rest: Any, **extra: Any) -> NoReturn:
         """Run the command line and exit: 0, or 2 with a reason and advice on standard error."""
         extra["standalone_mode"] = False
-        _accept_any_text()
+        ours = None
         try:
+            ours = output.claim()
             code = super().main(list(args) if args is not None else None, *rest, **extra)
             sys.stdout.flush()
         except click.ClickException as error:
@@ -62,17 +62,13 @@ class _Command(click.Group):
         except (KeyboardInterrupt, click.Abort):
             code = INTERRUPTED
         except BrokenPipeError:
-            code = _forget_output()
+            output.forget()
+            code = PIPE_CLOSED
         except OSError as error:
+            output.forget()
             code = _refuse(f"the system refused: {error}; check the file, its rights and the space on the disk")
+        output.release(ours)
         sys.exit(code if isinstance(code, int) else 0)
-
-
-def _accept_any_text() -> None:
-    """Print a question mark for what the terminal's encoding lacks, instead of failing."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
 
 
 def _refuse(message: str) -> int:
@@ -85,12 +81,6 @@ def _with_help(error: click.ClickException) -> str:
     if context is None:
         return error.format_message()
     return f"{error.format_message().rstrip('.')}; see {context.command_path} --help"
-
-
-def _forget_output() -> int:
-    """Keep the interpreter from complaining once more when it closes a pipe that nobody reads."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return PIPE_CLOSED
 
 
 def _print_version(context: click.Context, _parameter: click.Parameter, value: bool) -> None:

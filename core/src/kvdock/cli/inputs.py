@@ -70,24 +70,45 @@ def read_whole(context: click.Context, parameter: click.Parameter, text: str | N
     return int(text.strip().partition(".")[0])
 
 
+def read_layers(context: click.Context, parameter: click.Parameter, text: str | None) -> tuple[int, ...] | None:
+    """Return the layers of each pipeline stage (``30,31``), or ``None`` without them."""
+    if text is None:
+        return None
+    if not re.fullmatch(r"\s*[0-9]{1,18}\s*(,\s*[0-9]{1,18}\s*)*", text):
+        raise click.BadParameter(
+            f"{text!r} does not list layers; give one number a stage, as 30,31", context, parameter
+        )
+    return tuple(int(part) for part in text.split(","))
+
+
+def once(
+    *names: str, callback: Callable[..., Any] | None = None, default: Any = None, **settings: Any
+) -> Callable[[F], F]:
+    """Return a click option that is refused when it is given twice, instead of the last one winning.
+
+    `callback` reads the one value, as that of a plain option does.
+    """
+
+    def read_one(context: click.Context, parameter: click.Parameter, values: tuple[Any, ...]) -> Any:
+        if len(values) > 1:
+            raise click.UsageError(f"{parameter.opts[0]} is given twice; give it once", context)
+        value = values[0] if values else None
+        return value if callback is None else callback(context, parameter, value)
+
+    defaults = [] if default is None else [default]
+    return click.option(*names, multiple=True, callback=read_one, default=defaults, **settings)
+
+
 _OPTION_FLAGS = (
-    click.option("--page-size", "page_size", callback=read_whole, metavar="N", help="Tokens a page."),
-    click.option("--kv-cache-dtype", "kv_cache_dtype", metavar="DTYPE", help="auto, bfloat16, fp8_e4m3 …"),
-    click.option("--context", "context_length", callback=read_whole, metavar="N", help="Longest request in tokens."),
-    click.option(
-        "--max-requests", "max_running_requests", callback=read_whole, metavar="N", help="Requests at the same time."
-    ),
-    click.option(
-        "--max-tokens", "max_total_tokens", callback=read_whole, metavar="N", help="Tokens to plan for, per rank."
-    ),
-    click.option(
-        "--mem-fraction", "mem_fraction_static", type=float, help="Share of the memory for weights and cache."
-    ),
-    click.option(
-        "--hybrid-swa", "hybrid_swa", type=click.Choice(["auto", "on", "off"]), help="Pool of sliding layers."
-    ),
-    click.option("--swa-ratio", "swa_full_tokens_ratio", type=float, help="Sliding slots per full slot."),
-    click.option(
+    once("--page-size", "page_size", callback=read_whole, metavar="N", help="Tokens a page."),
+    once("--kv-cache-dtype", "kv_cache_dtype", metavar="DTYPE", help="auto, bfloat16, fp8_e4m3 …"),
+    once("--context", "context_length", callback=read_whole, metavar="N", help="Longest request in tokens."),
+    once("--max-requests", "max_running_requests", callback=read_whole, metavar="N", help="Requests at the same time."),
+    once("--max-tokens", "max_total_tokens", callback=read_whole, metavar="N", help="Tokens to plan for, per rank."),
+    once("--mem-fraction", "mem_fraction_static", type=float, help="Share of the memory for weights and cache."),
+    once("--hybrid-swa", "hybrid_swa", type=click.Choice(["auto", "on", "off"]), help="Pool of sliding layers."),
+    once("--swa-ratio", "swa_full_tokens_ratio", type=float, help="Sliding slots per full slot."),
+    once(
         "--chunked-prefill-size",
         "chunked_prefill_size",
         callback=read_whole,
@@ -104,24 +125,39 @@ _PLUGIN_FLAGS = (
     click.option("--strict", "strict", is_flag=True, help="Warnings are errors."),
 )
 _PARALLEL_FLAGS = (
-    click.option("--tp", "tp_size", callback=read_whole, metavar="N", help="Tensor-parallel ranks."),
-    click.option("--pp", "pp_size", callback=read_whole, metavar="N", help="Pipeline stages."),
-    click.option("--pp-rank", "pp_rank", callback=read_whole, metavar="N", help="Stage to plan."),
-    click.option("--dp", "dp_size", callback=read_whole, metavar="N", help="Data-parallel workers."),
+    once("--tp", "tp_size", callback=read_whole, metavar="N", help="Tensor-parallel ranks."),
+    once("--pp", "pp_size", callback=read_whole, metavar="N", help="Pipeline stages."),
+    once("--pp-rank", "pp_rank", callback=read_whole, metavar="N", help="Stage to plan."),
+    once(
+        "--pp-layers",
+        "pp_layers",
+        callback=read_layers,
+        metavar="N,N",
+        help="Layers of each stage, where uneven: 30,31.",
+    ),
+    once("--dp", "dp_size", callback=read_whole, metavar="N", help="Data-parallel workers."),
     click.option("--dp-attention", "dp_attention", is_flag=True, help="Attention is data-parallel."),
-    click.option("--dcp", "dcp_size", callback=read_whole, metavar="N", help="Decode-context-parallel ranks."),
-    click.option("--cp", "cp_size", callback=read_whole, metavar="N", help="Context-parallel ranks."),
-    click.option("--cp-rank", "cp_rank", callback=read_whole, metavar="N", help="Context-parallel rank to plan."),
+    once("--dcp", "dcp_size", callback=read_whole, metavar="N", help="Decode-context-parallel ranks."),
+    once("--cp", "cp_size", callback=read_whole, metavar="N", help="Context-parallel ranks."),
+    once("--cp-rank", "cp_rank", callback=read_whole, metavar="N", help="Context-parallel rank to plan."),
 )
 _PLACE_FLAGS = (
     click.argument("model"),
-    click.option("--device", help="h200, cuda:h200, cpu, cuda:0 …; see kvdock devices."),
-    click.option(
-        "--memory", callback=read_memory, metavar="SIZE", help="Bytes for all that kvdock allocates: 40GiB, 80GB."
-    ),
-    click.option("--weights", callback=read_bytes, metavar="SIZE", help="Bytes of the weights on this rank: 16GiB."),
+    once("--device", help="h200, cuda:h200, cpu, cuda:0 …; see kvdock devices."),
+    once("--memory", callback=read_memory, metavar="SIZE", help="Bytes for all that kvdock allocates: 40GiB, 80GB."),
+    once("--weights", callback=read_bytes, metavar="SIZE", help="Bytes of the weights on this rank: 16GiB."),
 )
-_PARALLEL_NAMES = ("tp_size", "pp_size", "pp_rank", "dp_size", "dp_attention", "dcp_size", "cp_size", "cp_rank")
+_PARALLEL_NAMES = (
+    "tp_size",
+    "pp_size",
+    "pp_rank",
+    "pp_layers",
+    "dp_size",
+    "dp_attention",
+    "dcp_size",
+    "cp_size",
+    "cp_rank",
+)
 _NOT_OPTIONS = frozenset({*_PARALLEL_NAMES, "option", "no_prefix_cache"})
 
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from kvdock.cli.inputs import plugin_arguments, read_options
-from kvdock.cli.text import foreign_prints_to_stderr, size
+from kvdock.cli.output import foreign_prints_to_stderr
+from kvdock.cli.text import size
 
 if TYPE_CHECKING:
     from kvdock.plugins.report import Row

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from kvdock.cli.inputs import make_plan, plan_arguments
-from kvdock.cli.text import foreign_prints_to_stderr, printable
+from kvdock.cli.output import foreign_prints_to_stderr, warn
 
 
 @click.command("plan")
@@ -39,6 +39,8 @@ def command(
 
         draw_plan(made)
     elif as_json:
+        for warning in made.warnings:
+            warn(warning)
         click.echo(text.encode())
     else:
-        click.echo(printable(text, keep="\n"))
+        click.echo(text)

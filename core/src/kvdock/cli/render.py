@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvdock.cli.text import printable, ranges, size
+from kvdock.explain import window_policy
 
 if TYPE_CHECKING:
     from kvdock.planner import BufferPlan, CachePlan, GroupPlan
@@ -79,7 +80,9 @@ def _head(plan: CachePlan) -> Table:
     rows = [
         ("model", f"{model.name} ({model.architecture}, {len(model.layers)} layers, {model.dtype})"),
         ("device", f"{device.name} ({device.device_type}, {size(device.total_bytes)})"),
+        ("budget", plan.budget.note),
         ("rank", ranks or "the only one"),
+        ("windows", window_policy(plan)),
         ("request pool", f"{plan.request_pool_cls.name} of {plan.request_pool_cls.plugin}"),
     ]
     if plan.allocator_cls is not None:

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvdock.cli.inputs import make_plan, plan_arguments, read_whole
-from kvdock.cli.text import foreign_prints_to_stderr, one_line
-from kvdock.errors import BuildError
+from kvdock.cli.inputs import make_plan, once, plan_arguments, read_whole
+from kvdock.cli.output import foreign_prints_to_stderr
+from kvdock.cli.text import one_line
+from kvdock.errors import BuildError, PlanError
 
 if TYPE_CHECKING:
     from kvdock.builder import KVCache
@@ -26,15 +27,15 @@ DEFAULT_REQUESTS = 16
 
 @click.command("run")
 @plan_arguments
-@click.option("--trace", type=click.Path(), help="JSON lines or CSV with one request a row, instead of seeded ones.")
-@click.option(
+@once("--trace", type=click.Path(), help="JSON lines or CSV with one request a row, instead of seeded ones.")
+@once(
     "--requests",
     callback=read_whole,
     metavar="N",
     help="Requests to drive. Default: 16 seeded ones, or the whole trace.",
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="Seed of arrivals and values.")
-@click.option("--scale", type=float, default=1.0, show_default=True, help="Multiply the lengths of the requests.")
+@once("--seed", type=int, default=0, show_default=True, help="Seed of arrivals and values.")
+@once("--scale", type=float, default=1.0, show_default=True, help="Multiply the lengths of the requests.")
 def command(
     model: str,
     device: str | None,
@@ -62,6 +63,11 @@ def command(
         report = _drive(plan, _arrivals(plan, trace, requests, seed, scale), seed)
     from kvdock.cli.render import draw_report
 
+    if report.rejected == report.arrived:
+        raise PlanError(
+            f"none of the {report.arrived} requests can be served: this plan holds requests of at most "
+            f"{report.longest_tokens} tokens; shorten them with --scale, or give more --memory"
+        )
     draw_report(report)
     if not report.ok:
         raise BuildError(

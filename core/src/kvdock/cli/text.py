@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import sys
-import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+
+from kvdock import errors
+from kvdock.errors import one_line as one_line
 
 
-def printable(text: str, keep: str = "") -> str:
-    """Return `text` with every character that could steer a terminal replaced, but those in `keep`."""
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() or c in keep else "\N{REPLACEMENT CHARACTER}" for c in text)
-
-
-def one_line(message: str) -> str:
-    """Return a message of several lines as one, without control characters."""
-    joined = ""
-    for line in filter(None, (line.strip() for line in message.splitlines())):
-        separator = "" if not joined else " " if joined.endswith((":", ",", ";")) else "; "
-        joined += separator + line
-    return printable(joined)
+def printable(text: str) -> str:
+    """Return the whole `text` with every character that could steer a terminal replaced."""
+    return errors.printable(text, limit=None)
 
 
 def size(nbytes: int | float) -> str:
@@ -42,36 +30,3 @@ def ranges(numbers: Iterable[int]) -> str:
         else:
             runs.append([number, number])
     return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
-
-
-@contextlib.contextmanager
-def foreign_prints_to_stderr() -> Iterator[None]:
-    """Send what plugins and their libraries print to standard error, so that standard output is ours alone.
-
-    A warning becomes one line there, without the file and line of the code that gave it.
-    """
-    with _descriptor_to_stderr(), contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
-        warnings.showwarning = _show_warning
-        yield
-
-
-def _show_warning(message: Warning | str, *_where: object, **_more: object) -> None:
-    print(f"kvdock: warning: {one_line(str(message))}", file=sys.stderr)
-
-
-@contextlib.contextmanager
-def _descriptor_to_stderr() -> Iterator[None]:
-    """Do the same for native code, where standard output is a file of the system."""
-    try:
-        out, err = sys.stdout.fileno(), sys.stderr.fileno()
-    except (OSError, ValueError, AttributeError):
-        yield
-        return
-    sys.stdout.flush()
-    saved = os.dup(out)
-    os.dup2(err, out)
-    try:
-        yield
-    finally:
-        os.dup2(saved, out)
-        os.close(saved)

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from kvdock import dtypes
+from kvdock.checked import show as show
 from kvdock.errors import PlanError, printable
 from kvdock.model import MAX_CONTEXT, MAX_EXTENT, MAX_LAYERS
 from kvdock.queries import ModelQuery
@@ -131,14 +132,6 @@ class Fields:
     def error(self, message: str) -> PlanError:
         """Return an error that names the config."""
         return PlanError(f"{self.where}: {printable(message, 400)}")
-
-
-def show(value: Any) -> str:
-    """Return a value for an error message: safe for a terminal, and short."""
-    try:
-        return printable(repr(value), 60)
-    except (ValueError, RecursionError):  # a number of thousands of digits, or nesting without end
-        return f"a {type(value).__name__} too large to show"
 
 
 def open_fields(query: ModelQuery) -> Fields:

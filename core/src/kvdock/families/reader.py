@@ -21,7 +21,7 @@ from kvdock.families.common import (
     with_defaults,
 )
 from kvdock.families.foreign import refuse_foreign
-from kvdock.model import LayerParams, LayerSpec, ModelSpec
+from kvdock.model import LayerParams, LayerSpec, MHAParams, ModelSpec
 from kvdock.queries import ModelQuery
 
 ROLES = frozenset({"target", "draft", "mtp"})
@@ -102,7 +102,17 @@ def _read_shapes(fields: Fields) -> tuple[str, LayerParams, LayerParams]:
         kind, latent = deepseek.read_latent(fields)
         return kind, latent, latent
     full, slides = sliding.read_shapes(fields, llama.read_heads(fields))
+    _check_heads(fields, full, fields.needed(*HEADS))
+    _check_heads(fields, slides, fields.count("swa_num_attention_heads") or fields.needed(*HEADS))
     return "mha", full, slides
+
+
+def _check_heads(fields: Fields, shape: MHAParams, heads: int) -> None:
+    if shape.num_kv_heads > heads:
+        raise fields.error(
+            f"{shape.num_kv_heads} KV heads (num_key_value_heads) are more than the {heads} query heads "
+            f"(num_attention_heads) that read them; give at most {heads}"
+        )
 
 
 def _extra_layers(fields: Fields, layers: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
