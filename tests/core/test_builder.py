@@ -24,7 +24,8 @@ torch.set_num_threads(1)
 from kvdock.kernels.reference import ReferenceKernels  # noqa: E402
 
 MIB = 2**20
-ACME = DeviceInfo(device_type="acme", name="acme-1", total_bytes=MIB, free_before_load_bytes=MIB, free_bytes=MIB)
+ROOM = 16 * MIB
+ACME = DeviceInfo(device_type="acme", name="acme-1", total_bytes=ROOM, free_before_load_bytes=ROOM, free_bytes=ROOM)
 
 
 def mha(heads=2, dim=8, **more):
@@ -333,7 +334,7 @@ def test_release_leaves_what_somebody_else_keeps():
 def test_release_refuses_to_keep_more_than_there_is():
     cache = build(make_plan(page_size=16))
     write(cache, "a", 40)
-    with pytest.raises(SlotError, match="request 'a' wrote 40 tokens; kept=48 of them cannot stay"):
+    with pytest.raises(SlotError, match="request 'a' wrote 40 tokens; kept=48 of them cannot be meant"):
         cache.release("a", kept=48)
     assert cache.req_to_token_pool.row_of("a") is not None
 

@@ -5,7 +5,7 @@ import itertools
 import kvdock
 import msgspec
 import pytest
-from kvdock.errors import PlanError
+from kvdock.errors import PlanError, SlotError
 from kvdock.testing.trace import Arrival, seeded
 
 torch = pytest.importorskip("torch")
@@ -75,7 +75,7 @@ def test_every_value_of_every_layer_comes_back(layers, options, seed):
     report = drive(cache, requests, seed=seed)
     assert report.problems == ()
     assert (report.arrived, report.finished, report.rejected, report.unfinished) == (12, 12, 0, 0)
-    assert report.tokens_written >= sum(request.tokens for request in requests)
+    assert report.tokens_written + report.shared_tokens >= sum(request.tokens for request in requests)
     assert report.planned_bytes == report.allocated_bytes == cache.plan.total_bytes
     # Each token is compared at least once in each layer that keeps it to the end.
     kept = sum(1 for layer in layers if layer.window_tokens is None or options.get("hybrid_swa") == "off")
@@ -83,7 +83,7 @@ def test_every_value_of_every_layer_comes_back(layers, options, seed):
 
 
 def test_without_preemption_the_tokens_are_those_of_the_requests():
-    report = drive(built(mha()), arrivals((10, 5), (1, 0), (100, 1)), seed=0)
+    report = drive(built(mha()), arrivals((10, 5), (1, 0), (100, 1)), seed=0, sharing=0)
     assert (report.preemptions, report.failed_admissions) == (0, 0)
     assert report.tokens_written == 15 + 1 + 101
     assert report.peak_slots["requests"] == 3
@@ -109,7 +109,7 @@ def test_rows_that_run_out_make_requests_wait():
 
 def test_what_left_the_window_makes_room_for_others():
     cache = built(mha(), mha(window=15), max_total_tokens=2048, swa_full_tokens_ratio=0.25, swa_eviction_interval=1)
-    report = drive(cache, arrivals(*[(200, 50)] * 8), seed=0, chunk=64)
+    report = drive(cache, arrivals(*[(200, 50)] * 8), seed=0, chunk=64, sharing=0)
     assert (report.finished, report.preemptions, report.problems) == (8, 0, ())
     # All prompts are there at once, but no more sliding slots than a window and a token each, and a chunk.
     assert report.peak_slots["full"] >= 8 * 200 > cache.plan.spaces["swa"]
@@ -118,7 +118,7 @@ def test_what_left_the_window_makes_room_for_others():
 
 def test_a_cache_that_slides_throughout_holds_windows_alone():
     cache = built(mha(window=15), page_size=4, swa_eviction_interval=1)
-    report = drive(cache, arrivals(*[(300, 100)] * 4), seed=0, chunk=32)
+    report = drive(cache, arrivals(*[(300, 100)] * 4), seed=0, chunk=32, sharing=0, speculating=0)
     assert (report.finished, report.problems) == (4, ())
     # A window of 15 earlier tokens lies on at most 5 pages of 4; 4 requests and one chunk.
     assert report.peak_slots["swa"] <= 4 * 5 * 4 + 32 + 4
@@ -217,7 +217,7 @@ def test_an_allocator_that_hands_a_slot_out_twice_is_found_out(monkeypatch):
     cache = built(mha(), debug=False)
     allocator, extend = cache.token_to_kv_pool_allocator, cache.token_to_kv_pool_allocator.alloc_extend
     monkeypatch.setattr(allocator, "alloc_extend", lambda *arguments: extend(*arguments) // 2 + 1)
-    with pytest.raises(WrongValue):
+    with pytest.raises(RunError, match="request 0 was handed slot 2 of space 'full', twice at once"):
         drive(cache, arrivals((20, 5), (20, 5)), seed=0)
 
 
@@ -225,7 +225,7 @@ def test_a_sliding_slot_that_is_given_back_too_early_is_found_out(monkeypatch):
     cache = built(mha(), mha(window=31), debug=False)
     evict = cache.evict
     monkeypatch.setattr(cache, "evict", lambda names, ends: evict(names, [end + 16 for end in ends]))
-    with pytest.raises(WrongValue, match="layer 1"):
+    with pytest.raises(RunError, match="evict was due to give back"):
         drive(cache, arrivals((100, 60)), seed=0, chunk=40)
 
 
@@ -261,6 +261,90 @@ def test_a_cache_that_cannot_serve_what_its_plan_promises_is_found_out(monkeypat
     monkeypatch.setattr(cache.token_to_kv_pool_allocator, "alloc_decode", lambda *arguments: None)
     with pytest.raises(RunError, match="request 0 of 25 tokens, 20 of them cached, finds no slot"):
         drive(cache, arrivals((20, 5)), seed=0)
+
+
+@pytest.mark.parametrize("layers", [[mha()], [mha(), mha(window=15)], [mha(window=15)]], ids=["full", "mixed", "alone"])
+def test_prefixes_are_shared_steps_rolled_back_and_requests_swapped(layers):
+    reports = []
+    for seed in range(3):
+        # Little room, so that requests are swapped out; chunks, so that they come back in parts.
+        cache = built(*layers, page_size=4, max_total_tokens=160, max_running_requests=8, chunked_prefill_size=24)
+        reports.append(drive(cache, arrivals(*[(30, 60)] * 10), seed=seed))
+    assert [(report.finished, report.problems) for report in reports] == [(10, ())] * 3
+    for what in ("shared_tokens", "rollbacks", "preemptions"):
+        assert sum(getattr(report, what) for report in reports) > 0
+
+
+def test_nothing_is_shared_or_rolled_back_unless_it_is_asked_for():
+    report = drive(built(mha()), seeded(0, 10, 128), seed=0, sharing=0, speculating=0)
+    assert (report.shared_tokens, report.rollbacks, report.finished) == (0, 0, 10)
+
+
+SWAPPING = {"page_size": 4, "max_total_tokens": 128, "max_running_requests": 8}
+
+
+def test_copies_that_come_back_wrong_are_found_out(monkeypatch):
+    cache = built(mha(), debug=False, **SWAPPING)
+    pool = cache.token_to_kv_pool
+    copy = pool.get_cpu_copy
+    monkeypatch.setattr(pool, "get_cpu_copy", lambda slots: [found.roll(1, 0) for found in copy(slots)])
+    with pytest.raises(WrongValue):
+        drive(cache, arrivals(*[(20, 60)] * 8), seed=0, sharing=0)
+
+
+def test_copies_that_are_not_loaded_are_found_out(monkeypatch):
+    cache = built(mha(), debug=False, **SWAPPING)
+    monkeypatch.setattr(cache.token_to_kv_pool, "load_cpu_copy", lambda copies, slots: None)
+    with pytest.raises(WrongValue):
+        drive(cache, arrivals(*[(20, 60)] * 8), seed=0, sharing=0)
+
+
+def test_a_state_that_is_not_restored_is_found_out(monkeypatch):
+    cache = built(mha(), debug=False, page_size=4)
+    monkeypatch.setattr(cache.token_to_kv_pool_allocator, "restore_state", lambda state: None)
+    with pytest.raises(RunError, match="an allocation that was taken back changed the free slots"):
+        drive(cache, arrivals((20, 30)), seed=0, speculating=1)
+
+
+def test_a_cache_that_forgets_a_borrowed_prefix_is_found_out(monkeypatch):
+    cache = built(mha(), debug=False, page_size=4)
+    monkeypatch.setattr(cache, "hold_prefix", lambda request, borrowed=0, evicted=0: None)
+    with pytest.raises((RunError, SlotError)):
+        drive(cache, arrivals(*[(30, 20)] * 12), seed=0, sharing=1)
+
+
+@pytest.mark.parametrize("layers", [[mha(), mha(window=15)], [mha(window=15)]], ids=["mixed", "alone"])
+def test_a_cache_that_evicts_nothing_is_found_out(layers, monkeypatch):
+    cache = built(*layers, debug=False, swa_eviction_interval=1)
+    monkeypatch.setattr(cache, "evict", lambda names, ends: None)
+    with pytest.raises(RunError, match="evict was due to give back"):
+        drive(cache, arrivals((60, 5)), seed=0)
+
+
+@pytest.mark.parametrize(
+    ("shift", "message"),
+    [(-4, "handed slot 0 of space 'full', which is padding"), (10**6, "but the last one is")],
+)
+def test_slots_that_nobody_may_have_are_found_out(shift, message, monkeypatch):
+    cache = built(mha(), debug=False, page_size=4)
+    extend = cache.token_to_kv_pool_allocator.alloc_extend
+    monkeypatch.setattr(cache.token_to_kv_pool_allocator, "alloc_extend", lambda *given: extend(*given) + shift)
+    with pytest.raises(RunError, match=message):
+        drive(cache, arrivals((20, 5)), seed=0)
+
+
+def test_a_slot_of_another_request_is_found_out(monkeypatch):
+    cache = built(mha(), debug=False, page_size=4)
+    allocator = cache.token_to_kv_pool_allocator
+    extend, handed = allocator.alloc_extend, []
+
+    def again(*given):
+        handed.append(extend(*given))
+        return handed[0].clone()
+
+    monkeypatch.setattr(allocator, "alloc_extend", again)
+    with pytest.raises(RunError, match="request 1 was handed slot 4 of space 'full', that request 0 holds"):
+        drive(cache, arrivals((4, 8), (4, 8)), seed=0, chunk=4, sharing=0, speculating=0)
 
 
 # The values themselves.

@@ -7,10 +7,11 @@ import traceback
 from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from kvdock.errors import BuildError, SlotError
+from kvdock.errors import BuildError
 from kvdock.planned import Parts
 from kvdock.plugins import resolve
 from kvdock.pools.storage import Tensors, allocate, unique_storages
+from kvdock.requests.holdings import Holdings, Span
 from kvdock.sizing import buffer_nbytes
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ class KVCache:
         pools: dict[str, Pool],
         by_worker: dict[str, Pool],
         tensors: Sequence[Tensors],
+        debug: bool = False,
     ) -> None:
         self.plan = plan
         self.req_to_token_pool = req_to_token_pool
@@ -71,8 +73,10 @@ class KVCache:
         self._target = by_worker.get("target")
         self._allocator = allocator
         self._tensors = tuple(tensors)
-        self._evicted: dict[Hashable, tuple[int, int, int]] = {}
-        """Request → row, its generation, and the tokens whose sliding slots went back."""
+        self._debug = debug
+        self._slides_whole = allocator is not None and _slides_whole(plan, allocator)
+        page_size = 1 if allocator is None else allocator.page_size
+        self._holdings = Holdings(req_to_token_pool, page_size, self._slides_whole)
 
     @property
     def token_to_kv_pool(self) -> Pool:
@@ -104,50 +108,72 @@ class KVCache:
         """Return the same for host memory, pinned or not."""
         return _measured(self._tensors, ("host", "pinned"))
 
+    def hold_prefix(self, request: Hashable, borrowed: int = 0, evicted: int = 0) -> None:
+        """Say what of a request's first tokens is not its own, after they were written to its row.
+
+        The slots of the first `borrowed` tokens (whole pages) belong to another holder, such as the request
+        that wrote them or a prefix cache: `evict` and `release` leave them alone, both sides of them. The
+        sliding slots of the first `evicted` tokens were given back before. Both numbers only grow while the
+        request lives, so a request whose own tokens are taken over calls this, too.
+
+        Raises:
+            SlotError: the request has no row or did not write as much, or `borrowed` is no whole number of
+                pages; nothing changes.
+        """
+        self._holdings.hold(request, borrowed, evicted)
+
     def evict(self, requests: Sequence[Hashable], ends: Sequence[int]) -> None:
         """Give back the sliding slots of each request's tokens before ``ends[i]``, which have left the window.
 
-        Pages go back whole; how far each request came is remembered for `release`. Nothing happens where
-        no space slides. Never waits for the device.
+        A page goes back whole, together with its last token; how far each request came is remembered for
+        `release`. Where every layer slides it is the request's only slots that go back. Nothing is given
+        back where no space slides. Never waits for the device.
 
         Raises:
-            SlotError: a request has no row, or an end is beyond what it wrote; nothing changes.
+            SlotError: a request has no row or is named twice, or an end is not from 0 to what it wrote;
+                nothing changes.
         """
-        if not isinstance(self._allocator, _Evicts):
+        spans = self._holdings.due(requests, ends)
+        if not spans or not (self._slides_whole or isinstance(self._allocator, _Evicts)):
             return
-        rows = [self._row(request) for request in requests]
-        starts = [self._evicted_until(request, row) for request, row in zip(requests, rows, strict=True)]
-        for request, row, end in zip(requests, rows, ends, strict=True):
-            if end > self.req_to_token_pool.lengths[row]:
-                raise SlotError(
-                    f"request {request!r} wrote {self.req_to_token_pool.lengths[row]} tokens; "
-                    f"its tokens before {end} cannot all have left the window"
-                )
-        ends = [max(start, end) for start, end in zip(starts, ends, strict=True)]
-        self._allocator.free_swa_rows(self.req_to_token_pool.req_to_token, rows, starts, ends)
-        for request, row, end in zip(requests, rows, ends, strict=True):
-            self._evicted[request] = (row, int(self.req_to_token_pool.generation[row]), end)
+        if self._debug:
+            self._holdings.check_sole(spans)
+        self._free_left([span.row for span in spans], [span.start for span in spans], [span.end for span in spans])
+        self._holdings.evict(spans)
+
+    def truncate(self, requests: Sequence[Hashable], lengths: Sequence[int]) -> None:
+        """Forget what each request wrote from ``lengths[i]`` on: its slots were taken back, or freed by the caller.
+
+        Call it after `restore_state`, or a request would give back slots that are others' by then.
+
+        Raises:
+            SlotError: a request has no row or is named twice, a length is not from 0 to what it wrote, or
+                what would be forgotten was evicted or is another's; nothing changes.
+        """
+        self._holdings.check_truncate(requests, lengths)
+        self.req_to_token_pool.truncate(requests, lengths)
 
     def release(self, request: Hashable, kept: int = 0) -> None:
         """Free all that a request owns, everywhere: its token slots and its row. A second call does nothing.
 
-        The slots of its first `kept` tokens stay with whoever took them over, such as a prefix cache; give
-        a whole number of pages.
+        The slots of its first `kept` tokens (whole pages) stay with whoever took them over, such as a prefix
+        cache; so do those that `hold_prefix` named.
 
         Raises:
-            SlotError: `kept` is more than the request wrote, or slots are freed that are not live; the
-                request keeps its row.
+            SlotError: `kept` is not from 0 to what the request wrote or no whole number of pages, or slots
+                are freed that are not live or another's; the request keeps its row.
         """
         table = self.req_to_token_pool
         row = table.row_of(request)
         if row is None:
             return
-        length = int(table.lengths[row])
-        if kept > length:
-            raise SlotError(f"request {request!r} wrote {length} tokens; kept={kept} of them cannot stay")
-        if self._allocator is not None and length > kept:
-            self._free_tokens(self._allocator, request, row, (kept, length))
-        self._evicted.pop(request, None)
+        self._holdings.check_tokens(request, "kept", kept)
+        self._holdings.check_pages(request, "kept", kept)
+        start = max(kept, self._holdings.owned_from(self._holdings.of(request)))
+        span = Span(request, row, start, int(table.lengths[row]))
+        if self._allocator is not None and span.end > span.start:
+            self._free_tokens(self._allocator, span)
+        self._holdings.forget(request)
         table.free(request)
 
     def check(self, held: torch.Tensor | None = None) -> None:
@@ -162,32 +188,39 @@ class KVCache:
 
     def clear(self) -> None:
         """Give back every row and slot, and zero every KV buffer."""
-        self._evicted.clear()
+        self._holdings.clear()
         self.req_to_token_pool.clear()
         if self._allocator is not None:
             self._allocator.clear()
         for pool in self.pools.values():
             pool.clear()
 
-    def _free_tokens(self, allocator: Allocator, request: Hashable, row: int, tokens: tuple[int, int]) -> None:
-        start, end = tokens
+    def _free_left(self, rows: list[int], starts: list[int], ends: list[int]) -> None:
+        """Give back what left the window: sliding slots, or where every layer slides whole pages."""
+        table = self.req_to_token_pool.req_to_token
+        if isinstance(self._allocator, _Evicts):
+            self._allocator.free_swa_rows(table, rows, starts, ends)
+        elif self._allocator is not None:
+            page_size = self._allocator.page_size
+            firsts, lasts = ([token // page_size * page_size for token in tokens] for tokens in (starts, ends))
+            self._allocator.free_rows(table, rows, firsts, lasts)
+
+    def _free_tokens(self, allocator: Allocator, span: Span) -> None:
+        if self._debug:
+            self._holdings.check_sole([span])
         table = self.req_to_token_pool.req_to_token
         if isinstance(allocator, _Evicts):
-            sliding = max(start, self._evicted_until(request, row))
-            allocator.free_rows(table, [row], [start], [end], swa_starts=[sliding])
+            sliding = max(span.start, self._holdings.of(span.request).evicted)
+            allocator.free_rows(table, [span.row], [span.start], [span.end], swa_starts=[sliding])
         else:
-            allocator.free_rows(table, [row], [start], [end])
+            allocator.free_rows(table, [span.row], [span.start], [span.end])
 
-    def _row(self, request: Hashable) -> int:
-        row = self.req_to_token_pool.row_of(request)
-        if row is None:
-            raise SlotError(f"request {request!r} has no row in the request table; was it released before?")
-        return row
 
-    def _evicted_until(self, request: Hashable, row: int) -> int:
-        """Return the tokens whose sliding slots went back since the request got this row."""
-        held, generation, end = self._evicted.get(request, (0, 0, 0))
-        return end if (held, generation) == (row, self.req_to_token_pool.generation[row]) else 0
+def _slides_whole(plan: CachePlan, allocator: Allocator) -> bool:
+    """Return whether the slots that requests are numbered by slide themselves, because every layer does."""
+    numbering = plan.outline.numbering
+    slides = numbering is not None and plan.outline.spaces[numbering].window_tokens is not None
+    return slides and not isinstance(allocator, _Evicts)
 
 
 def build(
@@ -247,14 +280,16 @@ class _Assembly:
         for pool in outline.pools:
             self.pools[pool.name] = self._pool(pool, requests, engine)
         routers = {worker: self._pool(router, requests, engine) for worker, router in outline.routers.items()}
-        return KVCache(self.plan, requests, engine, self.pools, self._by_worker(routers), self.tensors)
+        return KVCache(self.plan, requests, engine, self.pools, self._by_worker(routers), self.tensors, self.debug)
 
     def _allocators(self, requests: RequestPool) -> Allocator | None:
         """Make the allocator of each space, then the one that keeps them in step; return the engine's."""
         engine: Allocator | None = None
         for choice in self.plan.outline.allocators:
             inner = dict(self.allocators) if len(choice.query.spaces) > 1 else {}
-            parts = self._parts(choice, request_pool=requests, allocators=inner)
+            # The request table holds slots of one numbering; an inner allocator of another has no use for it.
+            is_numbering = self.plan.outline.numbering in {space.name for space in choice.query.spaces}
+            parts = self._parts(choice, request_pool=requests if is_numbering else None, allocators=inner)
             engine = choice.cls(choice.query, parts)
             if len(choice.query.spaces) == 1:
                 self.allocators[choice.query.spaces[0].name] = engine

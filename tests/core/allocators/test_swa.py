@@ -6,7 +6,8 @@ from kvdock.layout import SizeRule, Space
 
 torch = pytest.importorskip("torch")
 
-from kvdock.allocators import Shortfall, SWAAllocator  # noqa: E402
+from kvdock.allocators import Shortfall, SWAAllocator, lengths  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 
 def slots(*values):
@@ -362,3 +363,34 @@ def test_other_spaces_are_refused(make, pages, message):
     spaces = tuple(Space(name=name, rule=SizeRule(), page_size=size) for name, size in pages.items())
     with pytest.raises(PlanError, match=message):
         SWAAllocator.buffers(make.query(spaces, {}))
+
+
+class Waits(TorchDispatchMode):
+    """Notes the operations for which the host waits for a device."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, function, types, arguments=(), named=None):
+        name = str(function)
+        masks = [a for a in arguments if isinstance(a, (list, tuple))]
+        is_mask = any(getattr(a, "dtype", None) is torch.bool for mask in masks for a in mask)
+        if any(word in name for word in ("unique", "nonzero", "_local_scalar_dense")) or (".index" in name and is_mask):
+            self.found.append(name)
+        return function(*arguments, **(named or {}))
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_token_frees_wait_for_the_device_once(make, page_size, monkeypatch):
+    allocator = make.swa(32, 32, page_size)
+    held = allocator.alloc(16)
+    reads = []
+    to_host = lengths.to_host
+    monkeypatch.setattr(lengths, "to_host", lambda values: reads.append(values) or to_host(values))
+    with Waits() as waits:
+        allocator.free_swa(held[:8])
+        assert len(reads) == 1
+        allocator.free(held)
+    assert (len(reads), waits.found) == (2, [])
+    assert (allocator.full_available_size(), allocator.swa_available_size()) == (32, 32)

@@ -148,7 +148,7 @@ def test_debug_names_the_request_that_holds_a_wrong_slot(make, slots):
     (row,) = requests.alloc(["chat-7"])
     requests.write([row], [0], [2], slots(4, 99))
     pool = make.pool(MHAPool, make.query({7: make.mha()}, page_size=4), tokens=12, debug=True, request_pool=requests)
-    with pytest.raises(SlotError, match=r"layer 7: slot 99 \(of request 'chat-7', row 1\) is outside 0 … 15"):
+    with pytest.raises(SlotError, match=r"layer 7: slot 99 \(of request 'chat-7'\) is outside 0 … 15"):
         pool.set_kv_buffer(7, slots(99), torch.ones(1, 2, 8), torch.ones(1, 2, 8))
 
 
@@ -158,7 +158,7 @@ def test_debug_refuses_a_write_through_a_freed_slot(make, slots):
     held = allocator.alloc(4, owner="chat-7")
     freed = held.clone()
     allocator.free(held)
-    with pytest.raises(SlotError, match=r"(?s)layer 0: .*owner 'chat-7'.*were freed but are written"):
+    with pytest.raises(SlotError, match=r"(?s)layer 0, group 'full': .*owner 'chat-7'.*were freed but are written"):
         pool.set_kv_buffer(0, freed, torch.ones(4, 2, 8), torch.ones(4, 2, 8))
     assert not pool.get_key_buffer(0).any()
 

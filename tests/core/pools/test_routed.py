@@ -66,6 +66,14 @@ def test_another_number_of_copies_is_refused_and_nothing_is_written(mixed, slots
     assert not mixed.get_key_buffer(0).any()
 
 
+def test_a_copy_that_does_not_fit_the_last_part_is_refused_before_any_part_is_written(mixed, slots):
+    copies = [torch.ones_like(copy) for copy in mixed.get_cpu_copy(slots(5, 6))]
+    for wrong in (copies[-1][:1], copies[-1].to(torch.float64), copies[-1][..., :3]):
+        with pytest.raises(SlotError, match="do not fit the 1 tensors of this pool for 2 slots"):
+            mixed.load_cpu_copy([*copies[:-1], wrong], slots(5, 6))
+    assert not any(raw.any() for raw in mixed.storages())
+
+
 def test_descriptors_of_the_parts_follow_each_other(make):
     """P-06: a routed pool lists the descriptors of its parts, in pages, each with its space."""
     pool = make.sliding(full=16, swa=8, page_size=2)
@@ -193,3 +201,26 @@ def test_the_hot_path_never_waits_for_the_device(make):
     pool.move_kv_cache(loc, loc)
     assert pool.mem_usage == 2 * 18 * 2 * 16 * 2 + 2 * 10 * 4 * 6 * 2
     assert isinstance(pool.parts.pools["swa"], MHAPool)
+
+
+def test_debug_finds_a_write_through_a_freed_slot_in_sliding_layers_too(make, slots):
+    """A slot that was taken back still maps to a sliding slot that is another's by now."""
+    pool = make.sliding(debug=True)
+    allocator = pool.parts.allocator
+    first = allocator.alloc(4)
+    state = allocator.backup_state()
+    lost = allocator.alloc(4)
+    mapped = allocator.translate(lost)
+    allocator.restore_state(state)
+    allocator.free_swa(first[:2])
+    others = allocator.alloc(2)
+    assert (lost.tolist(), mapped.tolist()) == ([6, 7, 8, 9], [6, 7, 8, 9])
+    assert others.tolist() == [6, 7]
+    for layer, shape, v_shape in ((0, (2, 8), (2, 8)), (1, (4, 4), (4, 2))):
+        with pytest.raises(SlotError, match=f"layer {layer}, .*from 8 were freed but are written"):
+            pool.set_kv_buffer(layer, lost[2:], numbered([1, 2], *shape), numbered([1, 2], *v_shape))
+        pool.set_kv_buffer(layer, others, numbered([1, 2], *shape), numbered([1, 2], *v_shape))
+    with pytest.raises(SlotError, match="from 8 were freed"):
+        pool.get_cpu_copy(lost[2:])
+    with pytest.raises(SlotError, match="from 8 were freed"):
+        pool.move_kv_cache(others, lost[2:])

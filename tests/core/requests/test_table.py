@@ -244,3 +244,52 @@ def test_random_traces_keep_rows_apart():
             pool.check()
 
     trace()
+
+
+def test_truncate_forgets_what_was_rolled_back():
+    pool = make_pool(3)
+    rows = pool.alloc(["a", "b"])
+    pool.write(rows, [0, 0], [5, 3], torch.arange(8))
+    pool.truncate(["a", "b"], [2, 3])
+    assert pool.lengths.tolist() == [0, 2, 3, 0]
+    assert pool.req_to_token[1, :5].tolist() == [0, 1, 2, 3, 4]
+    pool.write([1], [2], [4], torch.arange(2))
+    assert pool.lengths.tolist() == [0, 4, 3, 0]
+    assert pool.live_rows() == {1: "a", 2: "b"}
+
+
+@pytest.mark.parametrize(
+    ("requests", "lengths", "message"),
+    [
+        (["a", "c"], [1, 1], "request 'c' has no row, so it cannot go back to 1"),
+        (["b", "a"], [0, 6], "request 'a' wrote 5 tokens, so it cannot go back to 6"),
+        (["b", "a"], [0, -1], "request 'a' wrote 5 tokens, so it cannot go back to -1"),
+        (["a", "a"], [1, 2], "request 'a' is named twice"),
+        (["b", "a"], [0], "2 requests but 1 lengths"),
+        (["a"], [1.5], r"lengths holds \[1.5\], which are no whole numbers"),
+    ],
+)
+def test_a_truncate_that_makes_no_sense_changes_nothing(requests, lengths, message):
+    pool = make_pool(3)
+    pool.write(pool.alloc(["a", "b"]), [0, 0], [5, 3], torch.arange(8))
+    with pytest.raises(SlotError, match=message):
+        pool.truncate(requests, lengths)
+    assert pool.lengths.tolist() == [0, 5, 3, 0]
+
+
+def test_debug_refuses_to_be_read_from_another_thread():
+    pool = make_pool(2, debug=True)
+    pool.alloc(["a"])
+    caught = []
+
+    def call():
+        for read in (lambda: pool.row_of("a"), pool.available_size, pool.check):
+            try:
+                read()
+            except SlotError as error:
+                caught.append(str(error))
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+    assert len(caught) == 3

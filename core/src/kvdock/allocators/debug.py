@@ -7,15 +7,19 @@ that it refuses has changed nothing.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from kvdock.allocators.lengths import Growth
+from kvdock.allocators.lengths import to_host as _to_host
 from kvdock.errors import SlotError
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
     from numpy.typing import NDArray
+
+    from kvdock.requests.base import RequestPool
 
     Ints = NDArray[np.int64]
 
@@ -50,9 +54,10 @@ class ThreadGuard:
 class Ledger:
     """Live pages and their owners; finds double frees, foreign slots and repeats inside a call."""
 
-    def __init__(self, name: str, page_size: int, capacity: int) -> None:
+    def __init__(self, name: str, page_size: int, capacity: int, request_pool: RequestPool | None = None) -> None:
         self.guard = ThreadGuard(name)
         self.name = name
+        self._request_pool = request_pool
         self.page_size = page_size
         self.reset(capacity)
 
@@ -92,10 +97,12 @@ class Ledger:
         self._refuse_unknown(numbers // self.page_size)
         repeated = _repeated(numbers).tolist()
         if repeated:
-            raise SlotError(f"{self.name}: slots {_shown(repeated)} appear twice in one call; nothing was freed")
+            named = self._named(_pages(repeated, self.page_size))
+            raise SlotError(f"{self.name}: slots {_shown(repeated)}{named} appear twice in one call; nothing was freed")
         again = sorted(self._queued_slots.intersection(numbers.tolist()))
         if again:
-            raise SlotError(f"{self.name}: slots {_shown(again)} are freed twice in one free group")
+            named = self._named(_pages(again, self.page_size))
+            raise SlotError(f"{self.name}: slots {_shown(again)}{named} are freed twice in one free group")
 
     def queue(self, pages: torch.Tensor) -> None:
         """Note pages that a free group holds, with all their slots."""
@@ -127,6 +134,30 @@ class Ledger:
         pages = _to_host(slots) // self.page_size
         self._refuse_unknown(pages[pages != 0], "written")
 
+    def verify_growth(self, growth: Growth, on_device: Mapping[str, torch.Tensor]) -> None:
+        """Verify that device lengths are the host's, and that last slots are live where a page goes on.
+
+        Raises:
+            SlotError: names what differs, or the slot.
+        """
+        for name, expected in (("prefix_lens", growth.prefix), ("seq_lens", growth.seq)):
+            found = _to_host(on_device[name]) if name in on_device else expected
+            if (found != expected).any():
+                raise SlotError(
+                    f"{self.name}: {name} holds {found.tolist()[:_SHOWN]} on the device, but the host says "
+                    f"{expected.tolist()[:_SHOWN]}; nothing was taken"
+                )
+        used = growth.prefix % self.page_size
+        last, used = _to_host(on_device["last_loc"])[used != 0], used[used != 0]
+        pages = last // self.page_size
+        self._refuse_unknown(pages, "continued as last_loc")
+        wrong = last[last % self.page_size != used - 1]
+        if len(wrong):
+            raise SlotError(
+                f"{self.name}: last_loc {_shown(wrong.tolist())}{self._named(wrong // self.page_size)} does not have "
+                f"the place in its page of {self.page_size} that the length gives; nothing was taken"
+            )
+
     def live_pages(self) -> Ints:
         """Return the pages that are handed out."""
         import numpy as np
@@ -146,17 +177,39 @@ class Ledger:
         if not len(pages):
             return
         numbers = sorted(set(pages.tolist()))
-        owners = {repr(self._owners[page]) for page in numbers if self._owners.get(page) is not None}
-        named = f" (owner {', '.join(sorted(owners))})" if owners else ""
+        named = self._named(pages)
         slots = [page * self.page_size for page in numbers]
         unit = "slots" if self.page_size == 1 else f"pages of {self.page_size} slots from"
         raise SlotError(f"{self.name}: {unit} {_shown(slots)}{named} {what}; nothing was changed")
 
+    def _named(self, pages: Ints) -> str:
+        """Return whose pages these are: in the rows of the request table now, or as their allocation said."""
+        owners = {repr(self._owners[page]) for page in pages.tolist() if self._owners.get(page) is not None}
+        owned = f" (owner {', '.join(sorted(owners))})" if owners else ""
+        return owned or named_holders(self._request_pool, pages, self.page_size)
 
-def _to_host(values: torch.Tensor) -> Ints:
+
+def named_holders(pool: RequestPool | None, pages: Ints, page_size: int) -> str:
+    """Return `` (of request 'a')`` for the live requests whose rows hold `pages`, or an empty string.
+
+    Reads the rows back from the device, so it is for messages alone.
+    """
     import numpy as np
 
-    return values.detach().cpu().numpy().astype(np.int64).reshape(-1)
+    if pool is None or not len(pages):
+        return ""
+    found = [
+        repr(request)
+        for row, request in pool.live_rows().items()
+        if np.isin(_to_host(pool.req_to_token[row, : int(pool.lengths[row])]) // page_size, pages).any()
+    ]
+    return f" (of request {', '.join(found)})" if found else ""
+
+
+def _pages(slots: Sequence[int], page_size: int) -> Ints:
+    import numpy as np
+
+    return np.asarray(slots, dtype=np.int64) // page_size
 
 
 def _repeated(numbers: Ints) -> Ints:

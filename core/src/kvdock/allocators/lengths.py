@@ -22,14 +22,29 @@ def on_host(lens: Sequence[int] | torch.Tensor, name: str) -> Ints:
     """Return host integers (a list, an array or a CPU tensor) as an int64 array.
 
     Raises:
-        SlotError: a tensor on another device, whose values the host would have to wait for.
+        SlotError: something else than whole numbers, or a tensor on another device, whose values the host
+            would have to wait for.
     """
     import numpy as np
 
     device = getattr(lens, "device", None)
     if device is not None and str(device) != "cpu":
         raise SlotError(f"{name} is on {device}; give the lengths that the host has: a list or a CPU tensor")
-    return np.asarray(lens, dtype=np.int64).reshape(-1)
+    try:
+        found = np.asarray(lens).reshape(-1)
+    except ValueError as error:
+        raise SlotError(f"{name} is ragged ({error}); give one whole number a request") from error
+    if found.size and found.dtype.kind not in "iu":
+        raise SlotError(f"{name} holds {found.tolist()[:8]}, which are no whole numbers; nothing was changed")
+    return found.astype(np.int64, copy=False)
+
+
+def to_host(values: torch.Tensor) -> Ints:
+    """Return the integers of a tensor as an int64 array; waits for the device once."""
+    import numpy as np
+
+    found: Ints = values.detach().cpu().numpy().astype(np.int64).reshape(-1)
+    return found
 
 
 def to_device(values: NDArray[np.int64], device: torch.device) -> torch.Tensor:
@@ -65,6 +80,17 @@ def distinct(pages: torch.Tensor) -> torch.Tensor:
     return found
 
 
+def first_of_each(pages: Ints) -> Ints:
+    """Return where each page stands first; repeats of neighbours are dropped before anything is sorted."""
+    import numpy as np
+
+    if not len(pages):
+        return pages
+    heads = np.flatnonzero(np.concatenate(([True], pages[1:] != pages[:-1])))
+    found: Ints = heads[np.unique(pages[heads], return_index=True)[1]]
+    return found
+
+
 def pages_of(tokens: Ints, page_size: int) -> Ints:
     """Return the pages that so many tokens take."""
     return -(-tokens // page_size)
@@ -88,38 +114,60 @@ def grown_pages(prefix_lens: Ints, seq_lens: Ints, page_size: int) -> Ints:
     return pages_of(seq_lens, page_size) - pages_of(prefix_lens, page_size)
 
 
-def check_extend(prefix_lens: Ints, seq_lens: Ints, extend_num_tokens: int, batch: int) -> None:
-    """Verify what an extend says of itself.
+class Growth(NamedTuple):
+    """A batch that grows, as the host knows it, validated: no page is taken for one that contradicts itself."""
+
+    prefix: Ints
+    seq: Ints
+    page_size: int
+
+    @property
+    def new_pages(self) -> Ints:
+        """New pages of each request."""
+        return pages_of(self.seq, self.page_size) - pages_of(self.prefix, self.page_size)
+
+
+def extend_growth(
+    lens: tuple[Sequence[int] | torch.Tensor, Sequence[int] | torch.Tensor], extend_num_tokens: int, page_size: int
+) -> Growth:
+    """Return what an extend from prefix to sequence lengths asks for.
 
     Raises:
-        SlotError: the tokens do not add up, or the device tensors hold another number of requests.
+        SlotError: the lengths contradict each other, or do not add up to `extend_num_tokens`.
     """
-    total = int(seq_lens.sum() - prefix_lens.sum())
+    prefix, seq = on_host(lens[0], "prefix_lens_cpu"), on_host(lens[1], "seq_lens_cpu")
+    grown_pages(prefix, seq, page_size)
+    total = int(seq.sum() - prefix.sum())
     if total != extend_num_tokens:
         raise SlotError(f"extend_num_tokens={extend_num_tokens}, but seq_lens_cpu - prefix_lens_cpu add up to {total}")
-    check_batch(seq_lens, batch)
+    return Growth(prefix, seq, page_size)
 
 
-def check_batch(lens: Ints, batch: int) -> None:
-    """Verify that host and device speak of the same number of requests.
-
-    Raises:
-        SlotError: they do not.
-    """
-    if len(lens) != batch:
-        raise SlotError(f"seq_lens holds {batch} requests, but seq_lens_cpu {len(lens)}")
-
-
-def decode_starts(seq_lens: Ints, page_size: int) -> NDArray[np.bool_]:
-    """Return which requests start a new page with the token that `seq_lens` count last.
+def decode_growth(seq_lens: Sequence[int] | torch.Tensor, page_size: int) -> Growth:
+    """Return what a decode asks for: one token a request.
 
     Raises:
         SlotError: a length below 1.
     """
-    if len(seq_lens) and int(seq_lens.min()) < 1:
-        raise SlotError(f"alloc_decode: seq_lens count the new token, so they are at least 1, not {seq_lens.min()}")
-    starts: NDArray[np.bool_] = (seq_lens - 1) % page_size == 0
-    return starts
+    seq = on_host(seq_lens, "seq_lens_cpu")
+    if len(seq) and int(seq.min()) < 1:
+        raise SlotError(f"alloc_decode: seq_lens count the new token, so they are at least 1, not {seq.min()}")
+    return Growth(seq - 1, seq, page_size)
+
+
+def check_batch(batch: int, owners: Sequence[object] | None = None, **tensors: torch.Tensor) -> None:
+    """Verify that every tensor, and `owners` if given, has one entry for each of `batch` requests.
+
+    Raises:
+        SlotError: names the one that has not; nothing was taken.
+    """
+    for name, tensor in tensors.items():
+        if tuple(tensor.shape) != (batch,):
+            raise SlotError(
+                f"{name} has shape {list(tensor.shape)}, but seq_lens_cpu holds {batch} requests; give one of each"
+            )
+    if owners is not None and len(owners) != batch:
+        raise SlotError(f"owners names {len(owners)} requests, but seq_lens_cpu holds {batch}; give one of each")
 
 
 class Ranges(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvdock.allocators import lengths
@@ -65,7 +65,8 @@ class PagedAllocator(Allocator):
         self._ring = PageRing(f"space {space.name!r}", ids, self._planned_pages(int(ids.shape[0])))
         self._device = ids.device
         self._group: FreeGroup | None = None
-        self._ledger = Ledger(self._ring.journal.name, self.page_size, self._ring.capacity) if parts.debug else None
+        name, capacity = self._ring.journal.name, self._ring.capacity
+        self._ledger = Ledger(name, self.page_size, capacity, parts.request_pool) if parts.debug else None
         if self.page_size > 1:
             self._offsets = _offsets(parts, self.page_size)
 
@@ -104,16 +105,18 @@ class PagedAllocator(Allocator):
         """Return the slots of a batch that grows; `owners` name the requests for debug messages.
 
         Raises:
-            SlotError: lengths that contradict each other or `extend_num_tokens`.
+            SlotError: lengths that contradict each other or `extend_num_tokens`, or another number of requests
+                in one argument than in the others; with debug, device lengths other than the host's, or a
+                `last_loc` that is not where the request's last token can be. Nothing is taken.
         """
-        prefix, seq = lengths.on_host(prefix_lens_cpu, "prefix_lens_cpu"), lengths.on_host(seq_lens_cpu, "seq_lens_cpu")
-        counts = lengths.grown_pages(prefix, seq, self.page_size)
-        lengths.check_extend(prefix, seq, extend_num_tokens, seq_lens.shape[0])
-        pages = self._take(int(counts.sum()), self._owners_of_pages(owners, counts))
-        if pages is None:
-            return None
-        return self.parts.kernels.alloc_extend(
-            prefix_lens, seq_lens, last_loc, pages, self.page_size, extend_num_tokens
+        growth = lengths.extend_growth((prefix_lens_cpu, seq_lens_cpu), extend_num_tokens, self.page_size)
+        on_device = {"prefix_lens": prefix_lens, "seq_lens": seq_lens, "last_loc": last_loc}
+        self.verify_growth(growth, on_device, owners)
+        kernels, size = self.parts.kernels, self.page_size
+        return self._grown(
+            growth,
+            owners,
+            lambda pages: kernels.alloc_extend(prefix_lens, seq_lens, last_loc, pages, size, extend_num_tokens),
         )
 
     def alloc_decode(
@@ -126,13 +129,12 @@ class PagedAllocator(Allocator):
         """Return one slot a request; `owners` name the requests for debug messages.
 
         Raises:
-            SlotError: a length below 1, or another number of requests on the host than on the device.
+            SlotError: a length below 1, and what `alloc_extend` refuses. Nothing is taken.
         """
-        lens = lengths.on_host(seq_lens_cpu, "seq_lens_cpu")
-        lengths.check_batch(lens, seq_lens.shape[0])
-        starts = lengths.decode_starts(lens, self.page_size)
-        pages = self._take(int(starts.sum()), self._owners_of_pages(owners, starts))
-        return None if pages is None else self.parts.kernels.alloc_decode(seq_lens, last_loc, pages, self.page_size)
+        growth = lengths.decode_growth(seq_lens_cpu, self.page_size)
+        self.verify_growth(growth, {"seq_lens": seq_lens, "last_loc": last_loc}, owners)
+        kernels, size = self.parts.kernels, self.page_size
+        return self._grown(growth, owners, lambda pages: kernels.alloc_decode(seq_lens, last_loc, pages, size))
 
     def free(self, indices: torch.Tensor) -> None:
         """Give back the pages of these tokens; waits for the device once (in a group: at its end)."""
@@ -140,6 +142,8 @@ class PagedAllocator(Allocator):
         pages = lengths.pages_of_slots(indices.reshape(-1), self.page_size)
         if self._group is None:
             self._give(lengths.distinct(pages))
+            return
+        if not pages.shape[0]:
             return
         self._ring.journal.freed()
         self._group.loose.append(pages.clone() if self.page_size == 1 else pages)
@@ -191,8 +195,23 @@ class PagedAllocator(Allocator):
             self._ledger.guard.enter()
             self._ledger.verify_live(slots)
 
+    def verify_growth(
+        self, growth: lengths.Growth, on_device: Mapping[str, torch.Tensor], owners: Sequence[Any] | None = None
+    ) -> None:
+        """Raise what an extend or decode would raise for its device tensors, by name, and change nothing.
+
+        Raises:
+            SlotError: another number of requests than the host's; with debug, lengths other than the host's,
+                or last slots that are not live where a page goes on.
+        """
+        lengths.check_batch(len(growth.seq), owners, **on_device)
+        if self._ledger is not None:
+            self._ledger.guard.enter()
+            self._ledger.verify_growth(growth, on_device)
+
     def available_size(self) -> int:
         """Return the free slots, in whole pages; frees that wait in a group are not counted."""
+        self._enter()
         return self._ring.free * self.page_size
 
     def pages_needed(self, prefix_lens: Sequence[int], seq_lens: Sequence[int]) -> int:
@@ -279,6 +298,7 @@ class PagedAllocator(Allocator):
         """
         import numpy as np
 
+        self._enter()
         live = self._live_pages()
         if self._ledger is not None:
             self._refuse(np.setxor1d(live, self._ledger.live_pages()), "differ between the ring and the debug ledger")
@@ -319,7 +339,21 @@ class PagedAllocator(Allocator):
             self._ledger.take(pages, owners)
         return pages
 
+    def _grown(
+        self, growth: lengths.Growth, owners: Sequence[Any] | None, to_slots: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor | None:
+        """Return the slots of a growth; a kernel that fails gives the pages back."""
+        before = self.backup_state()
+        pages = self._take(int(growth.new_pages.sum()), self._owners_of_pages(owners, growth.new_pages))
+        try:
+            return None if pages is None else to_slots(pages)
+        except BaseException:
+            self.restore_state(before)
+            raise
+
     def _give(self, pages: torch.Tensor) -> None:
+        if not pages.shape[0]:
+            return
         if self._group is None:
             self._ring.give(pages)
             if self._ledger is not None:
@@ -334,9 +368,7 @@ class PagedAllocator(Allocator):
         queued = 0 if self._group is None else self._group.exact_count
         self._ring.require_live(queued + count)
 
-    def _owners_of_pages(
-        self, owners: Sequence[Any] | None, counts: NDArray[np.int64] | NDArray[np.bool_]
-    ) -> list[Any] | None:
+    def _owners_of_pages(self, owners: Sequence[Any] | None, counts: NDArray[np.int64]) -> list[Any] | None:
         if self._ledger is None or owners is None:
             return None
         return [owner for owner, count in zip(owners, counts.tolist(), strict=True) for _ in range(int(count))]

@@ -132,6 +132,8 @@ class PageRing:
             SlotError: more pages than are handed out; nothing changes.
         """
         count = pages.shape[0]
+        if not count:  # nothing was freed, so every mark stays valid
+            return
         self.require_live(count)
         tail = (self._head + self.free) % self.capacity
         first = min(count, self.capacity - tail)

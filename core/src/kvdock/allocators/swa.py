@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvdock.allocators import lengths
 from kvdock.allocators.base import Allocator, Shortfall
+from kvdock.allocators.debug import named_holders
 from kvdock.allocators.paged import PagedAllocator
 from kvdock.allocators.ring import Journal, Mark
 from kvdock.errors import BuildError, PlanError, SlotError
@@ -38,7 +39,7 @@ class SWAAllocator(Allocator):
     token: a page that is partly visible is kept and stays mapped. `free_swa_rows` therefore takes each row's
     ranges in order, each starting where the one before ended, and never one twice; `free_rows` is told in
     `swa_starts` how far that went. Neither waits for the device. The token forms `free` and `free_swa` look
-    at the map instead, and may wait twice.
+    at the map instead, and wait once.
 
     After `restore_state` the map of slots that are not live is left as it is; a slot's entry is written when
     it is handed out. The inner allocators are driven by this class alone.
@@ -99,16 +100,18 @@ class SWAAllocator(Allocator):
         """Return the full slots of a batch that grows; ``None`` if either side is short.
 
         Raises:
-            SlotError: lengths that contradict each other or `extend_num_tokens`.
+            SlotError: lengths that contradict each other or `extend_num_tokens`, or another number of requests
+                in one argument than in the others; with debug, device lengths other than the host's, or a
+                `last_loc` that is not where the request's last token can be. Nothing is taken.
         """
-        prefix, seq = lengths.on_host(prefix_lens_cpu, "prefix_lens_cpu"), lengths.on_host(seq_lens_cpu, "seq_lens_cpu")
-        counts = lengths.grown_pages(prefix, seq, self.page_size)
-        lengths.check_extend(prefix, seq, extend_num_tokens, seq_lens.shape[0])
-        if int(counts.sum()) * self.page_size > self.available_size():
+        growth = lengths.extend_growth((prefix_lens_cpu, seq_lens_cpu), extend_num_tokens, self.page_size)
+        on_device = {"prefix_lens": prefix_lens, "seq_lens": seq_lens, "last_loc": last_loc}
+        swa_last = self._verify_growth(growth, on_device, owners)
+        if int(growth.new_pages.sum()) * self.page_size > self.available_size():
             return None
         batch = (prefix_lens, prefix_lens_cpu, seq_lens, seq_lens_cpu)
         full = self.full.alloc_extend(*batch, last_loc, extend_num_tokens, owners)
-        swa = self.swa.alloc_extend(*batch, self.translate(last_loc), extend_num_tokens, owners)
+        swa = self.swa.alloc_extend(*batch, swa_last, extend_num_tokens, owners)
         return self._pair(full, swa)
 
     def alloc_decode(
@@ -121,14 +124,14 @@ class SWAAllocator(Allocator):
         """Return one full slot a request; ``None`` if either side is short.
 
         Raises:
-            SlotError: a length below 1, or another number of requests on the host than on the device.
+            SlotError: a length below 1, and what `alloc_extend` refuses. Nothing is taken.
         """
-        lens = lengths.on_host(seq_lens_cpu, "seq_lens_cpu")
-        lengths.check_batch(lens, seq_lens.shape[0])
-        if int(lengths.decode_starts(lens, self.page_size).sum()) * self.page_size > self.available_size():
+        growth = lengths.decode_growth(seq_lens_cpu, self.page_size)
+        swa_last = self._verify_growth(growth, {"seq_lens": seq_lens, "last_loc": last_loc}, owners)
+        if int(growth.new_pages.sum()) * self.page_size > self.available_size():
             return None
         full = self.full.alloc_decode(seq_lens, seq_lens_cpu, last_loc, owners)
-        swa = self.swa.alloc_decode(seq_lens, seq_lens_cpu, self.translate(last_loc), owners)
+        swa = self.swa.alloc_decode(seq_lens, seq_lens_cpu, swa_last, owners)
         return self._pair(full, swa)
 
     def translate(self, loc: torch.Tensor) -> torch.Tensor:
@@ -136,11 +139,13 @@ class SWAAllocator(Allocator):
         return self.parts.kernels.translate(self.full_to_swa, loc)
 
     def free(self, indices: torch.Tensor) -> None:
-        """Give back the full pages of these tokens, and their sliding pages where there still are any."""
+        """Give back the full pages of these tokens, and their sliding pages where there still are any.
+
+        Waits for the device once.
+        """
         _verify_slots(self.full, indices)
-        pages = lengths.distinct(self._pages_of(indices.reshape(-1))).to(self.full_to_swa.dtype)
-        swa_pages = self._mapped_pages(pages)
-        swa_pages = swa_pages[swa_pages != 0]
+        numbers, mapped = self._looked_up(self._pages_of(indices.reshape(-1).to(self.full_to_swa.dtype)))
+        pages, swa_pages = (lengths.to_device(found, indices.device) for found in (numbers, mapped[mapped != 0]))
         _verify(self.swa, swa_pages)
         if self._grouping:
             # Several token frees of one group may name one full page; the inner group reduces them at its end.
@@ -185,10 +190,16 @@ class SWAAllocator(Allocator):
         self._free_both(pages, self._mapped_pages(pages[chosen]))
 
     def free_swa(self, indices: torch.Tensor) -> None:
-        """Give back the sliding pages whose last token is among these full slots; those without one are skipped."""
+        """Give back the sliding pages whose last token is among these full slots; those without one are skipped.
+
+        Waits for the device once.
+        """
         slots = indices.reshape(-1).to(self.full_to_swa.dtype)
-        last = slots[slots % self.page_size == self.page_size - 1]
-        self._free_swa_of(lengths.distinct(self._pages_of(last[self.full_to_swa[last] != 0])))
+        is_last = slots % self.page_size == self.page_size - 1
+        # Page 0 has no sliding page, so a token that is not the last of its page is skipped as well.
+        pages, swa_pages = self._looked_up(self._pages_of(slots) * is_last)
+        found = lengths.to_device(pages[swa_pages != 0], indices.device)
+        self._free_swa_of(found)
 
     def free_swa_pages(self, pages: torch.Tensor) -> None:
         """Give back the sliding pages of full pages that still have one; never waits for the device."""
@@ -318,6 +329,24 @@ class SWAAllocator(Allocator):
         self._journal.position += 1
         return full
 
+    def _verify_growth(
+        self, growth: lengths.Growth, on_device: Mapping[str, torch.Tensor], owners: Sequence[Any] | None
+    ) -> torch.Tensor:
+        """Verify a growth on both sides before either takes a page; return the last slots of the sliding side."""
+        lengths.check_batch(len(growth.seq), owners, **on_device)
+        _verify_growth(self.full, growth, on_device)
+        swa_last = self.translate(on_device["last_loc"])
+        _verify_growth(self.swa, growth, {**on_device, "last_loc": swa_last})
+        return swa_last
+
+    def _looked_up(self, pages: torch.Tensor) -> tuple[lengths.Ints, lengths.Ints]:
+        """Return each full page once, and its sliding page (0: none), on the host; waits for the device once."""
+        import torch
+
+        both = lengths.to_host(torch.stack((pages, self._mapped_pages(pages)))).reshape(2, -1)
+        once = lengths.first_of_each(both[0])
+        return both[0][once], both[1][once]
+
     def _mapped_pages(self, pages: torch.Tensor) -> torch.Tensor:
         """Return the sliding page of each full page, 0 where it was given back."""
         return self._pages_of(self._map_by_page[:, 0].index_select(0, pages))
@@ -327,28 +356,37 @@ class SWAAllocator(Allocator):
 
     def _free_both(self, pages: torch.Tensor, swa_pages: torch.Tensor) -> None:
         _verify(self.full, pages)
-        self._verify_mapped(swa_pages)
+        self._verify_mapped(pages, swa_pages)
         _verify(self.swa, swa_pages)
         self.full.free_pages(pages)
         self._drop(pages, swa_pages)
 
     def _free_swa_of(self, pages: torch.Tensor) -> None:
+        if self.parts.debug:
+            _verify(self.full, pages)
         swa_pages = self._mapped_pages(pages)
-        self._verify_mapped(swa_pages)
+        self._verify_mapped(pages, swa_pages)
         self._drop(pages, swa_pages)
 
     def _drop(self, pages: torch.Tensor, swa_pages: torch.Tensor) -> None:
         """Give back sliding pages and unmap the full pages `pages`."""
+        if not pages.shape[0]:
+            return
         self.swa.free_pages(swa_pages)
         self._map_by_page.index_fill_(0, pages, 0)
         self._journal.freed()
 
-    def _verify_mapped(self, swa_pages: torch.Tensor) -> None:
-        if self.parts.debug and bool((swa_pages == 0).any()):
-            raise SlotError(
-                "sliding slots are freed twice: some of these tokens left the window before; pass swa_starts to "
-                "free_rows, has_swa=False to free_pages, and each range once to free_swa_rows"
-            )
+    def _verify_mapped(self, pages: torch.Tensor, swa_pages: torch.Tensor) -> None:
+        """With debug, verify that none of the sliding pages of `pages` (or of some of them) went back before."""
+        if not self.parts.debug or not bool((swa_pages == 0).any()):
+            return
+        unmapped = pages[self._mapped_pages(pages) == 0]
+        named = named_holders(self.parts.request_pool, lengths.to_host(unmapped), self.page_size)
+        raise SlotError(
+            f"sliding slots{named} are freed twice: some of these tokens left the window before; say so with "
+            "hold_prefix(request, evicted=…), or pass swa_starts to free_rows, has_swa=False to free_pages, and "
+            "each range once to free_swa_rows"
+        )
 
     def _forget(self) -> None:
         self.full_to_swa.zero_()
@@ -380,6 +418,11 @@ def _checked_swa_starts(ranges: lengths.Ranges, swa_starts: Sequence[int]) -> le
 def _verify(inner: Allocator, pages: torch.Tensor) -> None:
     if isinstance(inner, PagedAllocator):
         inner.verify_pages(pages)
+
+
+def _verify_growth(inner: Allocator, growth: lengths.Growth, on_device: Mapping[str, torch.Tensor]) -> None:
+    if isinstance(inner, PagedAllocator):
+        inner.verify_growth(growth, on_device)
 
 
 def _verify_slots(inner: Allocator, slots: torch.Tensor) -> None:

@@ -56,12 +56,14 @@ class TokenAllocator(PagedAllocator):
         """Return the slots of a batch that grows, request after request.
 
         Raises:
-            SlotError: lengths that contradict each other or `extend_num_tokens`.
+            SlotError: lengths that contradict each other or `extend_num_tokens`, or another number of requests
+                in one argument than in the others; with debug, device lengths other than the host's, or a
+                `last_loc` that is not where the request's last token can be. Nothing is taken.
         """
-        prefix, seq = lengths.on_host(prefix_lens_cpu, "prefix_lens_cpu"), lengths.on_host(seq_lens_cpu, "seq_lens_cpu")
-        counts = lengths.grown_pages(prefix, seq, 1)
-        lengths.check_extend(prefix, seq, extend_num_tokens, seq_lens.shape[0])
-        return self._take(extend_num_tokens, self._owners_of_pages(owners, counts))
+        growth = lengths.extend_growth((prefix_lens_cpu, seq_lens_cpu), extend_num_tokens, 1)
+        on_device = {"prefix_lens": prefix_lens, "seq_lens": seq_lens, "last_loc": last_loc}
+        self.verify_growth(growth, on_device, owners)
+        return self._take(extend_num_tokens, self._owners_of_pages(owners, growth.new_pages))
 
     def alloc_decode(
         self,
@@ -73,11 +75,11 @@ class TokenAllocator(PagedAllocator):
         """Return one slot a request.
 
         Raises:
-            SlotError: a length below 1, or another number of requests on the host than on the device.
+            SlotError: a length below 1, and what `alloc_extend` refuses. Nothing is taken.
         """
-        lens = lengths.on_host(seq_lens_cpu, "seq_lens_cpu")
-        lengths.check_batch(lens, seq_lens.shape[0])
-        return self._take(len(lens), self._owners_of_pages(owners, lengths.decode_starts(lens, 1)))
+        growth = lengths.decode_growth(seq_lens_cpu, 1)
+        self.verify_growth(growth, {"seq_lens": seq_lens, "last_loc": last_loc}, owners)
+        return self._take(len(growth.seq), self._owners_of_pages(owners, growth.new_pages))
 
     def free(self, indices: torch.Tensor) -> None:
         """Give back slots, each named once; never waits for the device."""

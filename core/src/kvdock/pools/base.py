@@ -120,6 +120,19 @@ class Pool(Planned, abc.ABC):
     def get_cpu_copy(self, indices: torch.Tensor) -> list[torch.Tensor]:
         """Return host copies of everything that the slots `indices` own, in the order of the buffers."""
 
+    def verify_copies(self, copies: Sequence[torch.Tensor], indices: torch.Tensor) -> None:
+        """Raise what `load_cpu_copy` would raise, and change nothing.
+
+        Raises:
+            SlotError: another number of copies than `get_cpu_copy` returns, or of other types.
+        """
+        expected = [copy.dtype for copy in self.get_cpu_copy(indices[:0])]
+        if [copy.dtype for copy in copies] != expected:
+            raise SlotError(
+                f"{len(copies)} copies for {len(expected)} tensors, or of other types; load what get_cpu_copy of the "
+                "same pool returned"
+            )
+
     @abc.abstractmethod
     def load_cpu_copy(self, copies: Sequence[torch.Tensor], indices: torch.Tensor) -> None:
         """Write what `get_cpu_copy` returned to the slots `indices`; bit-identical."""

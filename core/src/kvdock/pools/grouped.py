@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from kvdock import dtypes
+from kvdock.allocators.debug import named_holders
 from kvdock.errors import PlanError, PluginError, SlotError
 from kvdock.layout import Buffer, LayerGroup, Unit
 from kvdock.planned import Parts
@@ -18,19 +19,11 @@ if TYPE_CHECKING:
 
 
 @runtime_checkable
-class _KnowsLive(Protocol):
+class KnowsLive(Protocol):
     """An allocator that can tell, in debug mode, which slots may be written."""
 
     def verify_live(self, slots: torch.Tensor) -> None:
         """Raise `SlotError` for slots that are not handed out."""
-
-
-@runtime_checkable
-class _KnowsOwners(Protocol):
-    """A request pool that can name the request of a row."""
-
-    def request_of(self, row: int) -> object | None:
-        """Return the request that holds `row`."""
 
 
 class Codec:
@@ -82,7 +75,10 @@ class GroupedPool(Pool):
         self.group = group_of(query)
         self.codec = Codec(query.kv_dtype)
         self._owner_of = {layer_id: layer_id for layer_id in self.group.layer_ids} | dict(self.group.shared)
-        self._request_pool, self._live = parts.request_pool, parts.allocators.get(self.group.space)
+        self._live = parts.allocators.get(self.group.space)
+        # The request table holds the slots of one space alone; in another its numbers would name the wrong request.
+        is_numbering = parts.allocator is None or parts.allocator.query.spaces[0].name == self.group.space
+        self._request_pool = parts.request_pool if is_numbering else None
 
     @property
     def layer_ids(self) -> tuple[int, ...]:
@@ -131,6 +127,16 @@ class GroupedPool(Pool):
         Raises:
             SlotError: the copies are of another pool or for another number of slots; nothing is written.
         """
+        self.verify_copies(copies, indices)
+        for view, copy in zip(self._views, copies, strict=True):
+            self.parts.kernels.store(view, indices, copy.to(view.device, non_blocking=True))
+
+    def verify_copies(self, copies: Sequence[torch.Tensor], indices: torch.Tensor) -> None:
+        """Raise what `load_cpu_copy` would raise, and change nothing.
+
+        Raises:
+            SlotError: the copies are of another pool or for another number of slots.
+        """
         views = self._views
         expected = [((indices.shape[0], *view.shape[2:]), view.dtype) for view in views]
         if [(tuple(copy.shape), copy.dtype) for copy in copies] != expected:
@@ -139,8 +145,6 @@ class GroupedPool(Pool):
                 f"{indices.shape[0]} slots; load what get_cpu_copy of the same pool returned for as many slots"
             )
         self._check_loc(None, indices)
-        for view, copy in zip(views, copies, strict=True):
-            self.parts.kernels.store(view, indices, copy.to(view.device, non_blocking=True))
 
     def buffer_infos(self) -> list[BufferInfo]:
         """Describe each per-token tensor; an item is a page, and the padding page is part of the tensor."""
@@ -214,7 +218,7 @@ class GroupedPool(Pool):
         if outside.numel():
             slot = int(outside[0])
             raise SlotError(f"{where}: slot {slot}{self._holder(slot)} is outside 0 … {limit - 1}; nothing was written")
-        if isinstance(self._live, _KnowsLive):
+        if isinstance(self._live, KnowsLive):
             try:
                 self._live.verify_live(loc)
             except SlotError as error:
@@ -222,15 +226,9 @@ class GroupedPool(Pool):
 
     def _holder(self, slot: int) -> str:
         """Return which request's row holds a slot, for a message."""
-        pool = self._request_pool
-        if pool is None:
-            return ""
-        rows = (pool.req_to_token[1:] == slot).any(dim=1).nonzero().flatten().tolist()
-        if not rows:
-            return ""
-        row = rows[0] + 1
-        request = pool.request_of(row) if isinstance(pool, _KnowsOwners) else None
-        return f" (of request {request!r}, row {row})" if request is not None else f" (in row {row})"
+        import numpy as np
+
+        return named_holders(self._request_pool, np.asarray([slot]), 1)
 
 
 def group_of(query: PoolQuery) -> LayerGroup:

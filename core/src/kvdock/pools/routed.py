@@ -9,6 +9,7 @@ from kvdock.errors import PluginError, SlotError
 from kvdock.layout import Buffer
 from kvdock.planned import Parts
 from kvdock.pools.base import BufferInfo, Pool
+from kvdock.pools.grouped import KnowsLive
 from kvdock.pools.storage import unique_storages
 from kvdock.queries import PoolQuery
 
@@ -60,6 +61,24 @@ class RoutedPool(Pool):
         """Return the slots of a part for the slots that the engine knows; here both are the same."""
         return loc
 
+    def checked_slots_for(self, name: str, loc: torch.Tensor, layer_id: int | None = None) -> torch.Tensor:
+        """Return `slots_for`; with debug, after verifying that the engine's own slots are handed out (or padding).
+
+        A slot that was given back may still translate to one that is live, so the part alone cannot tell.
+
+        Raises:
+            SlotError: with debug, names the slots.
+        """
+        allocator = self.parts.allocator
+        if self.parts.debug and isinstance(allocator, KnowsLive) and loc.device.type != "meta":
+            try:
+                allocator.verify_live(loc)
+            except SlotError as error:
+                raise SlotError(
+                    f"{'' if layer_id is None else f'layer {layer_id}, '}group {name!r}: {error}"
+                ) from error
+        return self.slots_for(name, loc)
+
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:
         """Return the keys of a layer, in the numbering of its group."""
         return self.parts.pools[self.part_of(layer_id)].get_key_buffer(layer_id)
@@ -79,14 +98,16 @@ class RoutedPool(Pool):
     ) -> None:
         """Write keys and values of the engine's slots `loc`."""
         name = self.part_of(layer_id)
-        self.parts.pools[name].set_kv_buffer(layer_id, self.slots_for(name, loc), k, v, k_scale, v_scale)
+        slots = self.checked_slots_for(name, loc, layer_id)
+        self.parts.pools[name].set_kv_buffer(layer_id, slots, k, v, k_scale, v_scale)
 
     def set_mla_kv_buffer(
         self, layer_id: int, loc: torch.Tensor, cache_k_nope: torch.Tensor, cache_k_rope: torch.Tensor
     ) -> None:
         """Write latents and rope parts of the engine's slots `loc`."""
         name = self.part_of(layer_id)
-        self.parts.pools[name].set_mla_kv_buffer(layer_id, self.slots_for(name, loc), cache_k_nope, cache_k_rope)
+        slots = self.checked_slots_for(name, loc, layer_id)
+        self.parts.pools[name].set_mla_kv_buffer(layer_id, slots, cache_k_nope, cache_k_rope)
 
     def get_mla_kv_buffer(
         self, layer_id: int, loc: torch.Tensor, dst_dtype: torch.dtype | None = None
@@ -98,19 +119,38 @@ class RoutedPool(Pool):
     def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
         """Copy all that slots own, in every part."""
         for name, pool in self.parts.pools.items():
-            pool.move_kv_cache(self.slots_for(name, tgt_loc), self.slots_for(name, src_loc))
+            pool.move_kv_cache(self.checked_slots_for(name, tgt_loc), self.checked_slots_for(name, src_loc))
 
     def get_cpu_copy(self, indices: torch.Tensor) -> list[torch.Tensor]:
         """Return host copies of all that slots own, part after part."""
         return [
-            copy for name, pool in self.parts.pools.items() for copy in pool.get_cpu_copy(self.slots_for(name, indices))
+            copy
+            for name, pool in self.parts.pools.items()
+            for copy in pool.get_cpu_copy(self.checked_slots_for(name, indices))
         ]
 
     def load_cpu_copy(self, copies: Sequence[torch.Tensor], indices: torch.Tensor) -> None:
         """Write what `get_cpu_copy` returned.
 
         Raises:
-            SlotError: another number of copies than the parts return; nothing is written.
+            SlotError: the copies of some part do not fit it; nothing is written, in any part.
+        """
+        self.verify_copies(copies, indices)
+        for name, (share, slots) in self._shares(copies, indices).items():
+            self.parts.pools[name].load_cpu_copy(share, slots)
+
+    def verify_copies(self, copies: Sequence[torch.Tensor], indices: torch.Tensor) -> None:
+        """Raise what `load_cpu_copy` would raise, and change nothing."""
+        for name, (share, slots) in self._shares(copies, indices).items():
+            self.parts.pools[name].verify_copies(share, slots)
+
+    def _shares(
+        self, copies: Sequence[torch.Tensor], indices: torch.Tensor
+    ) -> dict[str, tuple[Sequence[torch.Tensor], torch.Tensor]]:
+        """Return the copies and the slots of each part.
+
+        Raises:
+            SlotError: another number of copies than the parts return.
         """
         counts = {name: len(pool.get_cpu_copy(indices[:0])) for name, pool in self.parts.pools.items()}
         if len(copies) != sum(counts.values()):
@@ -118,10 +158,12 @@ class RoutedPool(Pool):
                 f"{len(copies)} copies for {sum(counts.values())} tensors of the parts "
                 f"{', '.join(counts)}; load what get_cpu_copy of the same pool returned"
             )
+        shares: dict[str, tuple[Sequence[torch.Tensor], torch.Tensor]] = {}
         start = 0
-        for name, pool in self.parts.pools.items():
-            pool.load_cpu_copy(copies[start : start + counts[name]], self.slots_for(name, indices))
-            start += counts[name]
+        for name, count in counts.items():
+            shares[name] = (copies[start : start + count], self.checked_slots_for(name, indices))
+            start += count
+        return shares
 
     def buffer_infos(self) -> list[BufferInfo]:
         """Describe the per-token tensors of every part; `space` says whose pages they are counted in."""

@@ -29,7 +29,7 @@ class RequestPool(Planned, abc.ABC):
     generation: NDArray[np.int64]
     """How often each row was handed out, on the host."""
     lengths: NDArray[np.int64]
-    """The largest column end written to each row since it was handed out, on the host."""
+    """Tokens of each row, on the host: the largest column end written since the row was handed out or truncated."""
 
     def __init__(self, query: RequestQuery, parts: Parts) -> None:
         self.query = query
@@ -55,6 +55,22 @@ class RequestPool(Planned, abc.ABC):
     @abc.abstractmethod
     def row_of(self, request: Hashable) -> int | None:
         """Return the row of a request, or ``None``."""
+
+    @abc.abstractmethod
+    def live_rows(self) -> dict[int, Hashable]:
+        """Return the request of each row that is handed out, by row."""
+
+    @abc.abstractmethod
+    def truncate(self, requests: Sequence[Hashable], lengths: Sequence[int]) -> None:
+        """Forget what each request wrote from ``lengths[i]`` on, because its slots were taken back or freed.
+
+        Host only: neither slots nor the table are touched. `KVCache.truncate` also verifies that nothing
+        of what is forgotten was evicted or is another's.
+
+        Raises:
+            SlotError: a request has no row or is named twice, or a length is negative or more than it wrote;
+                nothing changes.
+        """
 
     @abc.abstractmethod
     def write(

@@ -13,6 +13,7 @@ from kvdock.layout import Buffer
 from kvdock.planned import Parts
 from kvdock.queries import RequestQuery
 from kvdock.requests.base import RequestPool
+from kvdock.requests.holdings import one_each
 
 if TYPE_CHECKING:
     import numpy as np
@@ -26,7 +27,7 @@ class ReqToTokenPool(RequestPool):
     """Rows ``1 … size`` of ``req_to_token``, handed out in turn, so a freed row rests as long as possible.
 
     `lengths[row]` is the number of columns written so far (the largest end), so that a release knows what to
-    free; a row starts at 0 again when it is handed out. `generation[row]` counts its owners and survives
+    free; `truncate` lowers it, and a row starts at 0 again when it is handed out. `generation[row]` counts its owners and survives
     `clear`. Both are read-only for callers. The columns of a new row hold what its last owner left.
     """
 
@@ -98,7 +99,30 @@ class ReqToTokenPool(RequestPool):
 
     def row_of(self, request: Hashable) -> int | None:
         """Return the row of a request, or ``None``."""
+        self._enter()
         return self._rows.get(request)
+
+    def live_rows(self) -> dict[int, Hashable]:
+        """Return the request of each row that is handed out, by row."""
+        return dict(self._owners)
+
+    def truncate(self, requests: Sequence[Hashable], lengths: Sequence[int]) -> None:
+        """Forget what each request wrote from ``lengths[i]`` on; neither slots nor the table are touched.
+
+        Raises:
+            SlotError: a request has no row or is named twice, or a length is negative or more than it wrote;
+                nothing changes.
+        """
+        self._enter()
+        rows = []
+        for request, length in zip(requests, one_each(requests, lengths, "lengths").tolist(), strict=True):
+            row = self._rows.get(request)
+            if row is None or not 0 <= length <= self.lengths[row]:
+                wrote = "has no row" if row is None else f"wrote {self.lengths[row]} tokens"
+                raise SlotError(f"request {request!r} {wrote}, so it cannot go back to {length}; nothing was changed")
+            rows.append((row, length))
+        for row, length in rows:
+            self.lengths[row] = length
 
     def request_of(self, row: int) -> Hashable | None:
         """Return the request that holds `row`, or ``None``."""
@@ -124,6 +148,7 @@ class ReqToTokenPool(RequestPool):
 
     def available_size(self) -> int:
         """Return the rows that can still be handed out."""
+        self._enter()
         return self._free
 
     def clear(self) -> None:
@@ -137,6 +162,7 @@ class ReqToTokenPool(RequestPool):
         Raises:
             SlotError: names the rows that are lost, free twice, or both free and held.
         """
+        self._enter()
         free = [int(self._free_rows[(self._head + i) % self.size]) for i in range(self._free)]
         held = sorted(self._owners)
         twice = sorted(row for row, times in Counter(free + held).items() if times > 1)

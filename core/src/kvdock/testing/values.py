@@ -80,7 +80,7 @@ class Values:
         self.checks = 0
 
     def salt(self, request: int, attempt: int) -> int:
-        """Return the number that all values of one attempt of a request follow."""
+        """Return the number that the values of a request follow; `attempt` tells values that it takes back."""
         mixed = (self.seed * _ODD[1] + request * _ODD[0] + attempt * _ODD[2]) % 2**64
         return (mixed ^ mixed >> 31) * _ODD[3] % 2**63
 
@@ -101,9 +101,14 @@ class Values:
         pool.set_mla_kv_buffer(layer.layer_id, slots, row[..., :latent], row[..., latent:])
 
     def check(
-        self, request: int, salt: int, seen: tuple[int, int], positions: torch.Tensor, slots: torch.Tensor
+        self,
+        request: int,
+        salts: torch.Tensor,
+        seen: tuple[int, int],
+        positions: torch.Tensor,
+        slots: torch.Tensor,
     ) -> None:
-        """Compare the tokens `positions` ``[n]`` (ascending) of a request in every layer.
+        """Compare the tokens `positions` ``[n]`` (ascending) of a request, written with `salts`, in every layer.
 
         `seen` is the first token that was not given back, and the token that looks: layers with a window
         are compared from the later of the first and the oldest that it sees.
@@ -115,15 +120,16 @@ class Values:
 
         evicted, looking = seen
         for start in range(0, len(positions), BLOCK_TOKENS):
-            block, found = positions[start : start + BLOCK_TOKENS], slots[start : start + BLOCK_TOKENS]
-            tokens = _token_bytes(torch.full_like(block, salt), block, self._widest)
+            here = slice(start, start + BLOCK_TOKENS)
+            block, found = positions[here], slots[here]
+            tokens = _token_bytes(salts[here], block, self._widest)
             mapped = self._allocator.translate(found) if self._is_mapped else found
             for layer in self.layers:
                 first = 0
                 if layer.window is not None:
                     first = int(torch.searchsorted(block, max(evicted, looking - layer.window)))
-                here = (mapped if layer.is_mapped else found)[first:]
-                self._check_layer(layer, request, block[first:], tokens[first:], here)
+                where = (mapped if layer.is_mapped else found)[first:]
+                self._check_layer(layer, request, block[first:], tokens[first:], where)
 
     def _check_layer(
         self, layer: Layer, request: int, positions: torch.Tensor, tokens: torch.Tensor, slots: torch.Tensor

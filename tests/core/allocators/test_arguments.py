@@ -1,0 +1,129 @@
+"""Calls that contradict themselves take nothing; calls that free nothing change nothing."""
+
+import re
+import threading
+
+import pytest
+from kvdock.errors import SlotError
+
+torch = pytest.importorskip("torch")
+
+
+def slots(*values):
+    return torch.tensor(values, dtype=torch.int64)
+
+
+def extend(allocator, prefix, seq, last):
+    return allocator.alloc_extend(
+        torch.tensor(prefix), prefix, torch.tensor(seq), seq, slots(*last), sum(seq) - sum(prefix)
+    )
+
+
+def decode(allocator, seq, last):
+    return allocator.alloc_decode(torch.tensor(seq), seq, slots(*last))
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("debug", [False, True])
+@pytest.mark.parametrize("kind", ["single", "swa"])
+def test_a_call_whose_arguments_disagree_in_number_takes_nothing(make, kind, page_size, debug):
+    room = 64 * page_size
+    allocator = (
+        make.single(room, page_size, debug=debug) if kind == "single" else make.swa(room, room, page_size, debug=debug)
+    )
+    two = slots(20, 20)
+    wrong = {
+        "last_loc has shape [3]": lambda: allocator.alloc_extend(
+            slots(0, 0), [0, 0], two, [20, 20], slots(-1, -1, -1), 40
+        ),
+        "last_loc has shape [1]": lambda: allocator.alloc_extend(slots(0, 0), [0, 0], two, [20, 20], slots(-1), 40),
+        "last_loc has shape [1, 2]": lambda: allocator.alloc_extend(
+            slots(0, 0), [0, 0], two, [20, 20], slots(-1, -1).view(1, 2), 40
+        ),
+        "prefix_lens has shape [1]": lambda: allocator.alloc_extend(slots(0), [0, 0], two, [20, 20], slots(-1, -1), 40),
+        "seq_lens has shape [1]": lambda: allocator.alloc_decode(slots(17), [17, 17], slots(31, 31)),
+        "last_loc has shape [1], but seq_lens_cpu holds 2": lambda: allocator.alloc_decode(
+            slots(17, 17), [17, 17], slots(31)
+        ),
+        "owners names 1 requests, but seq_lens_cpu holds 2": lambda: allocator.alloc_extend(
+            slots(0, 0), [0, 0], two, [20, 20], slots(-1, -1), 40, owners=["x"]
+        ),
+        "holds [2.5], which are no whole numbers": lambda: allocator.alloc_decode(slots(2), [2.5], slots(1)),
+    }
+    for message, call in wrong.items():
+        with pytest.raises(SlotError, match=re.escape(message)):
+            call()
+        assert allocator.available_size() == room
+    allocator.check(held=slots())
+
+
+@pytest.mark.parametrize("kind", ["single", "swa"])
+def test_debug_compares_device_lengths_with_the_hosts_and_last_slots_with_what_is_live(make, kind):
+    allocator = make.single(64, 16, debug=True) if kind == "single" else make.swa(64, 64, 16, debug=True)
+    held = extend(allocator, [0], [5], [-1]).clone()
+    assert held.tolist() == [16, 17, 18, 19, 20]
+    for message, call in {
+        "prefix_lens holds [5] on the device, but the host says [0]": lambda: allocator.alloc_extend(
+            slots(5), [0], slots(20), [20], slots(-1), 20
+        ),
+        "seq_lens holds [7] on the device, but the host says [6]": lambda: allocator.alloc_decode(
+            slots(7), [6], slots(20)
+        ),
+        "from -16 were never handed out but are continued as last_loc": lambda: extend(allocator, [5], [20], [-1]),
+        "from 32 were never handed out but are continued as last_loc": lambda: decode(allocator, [6], [36]),
+        "last_loc 19 does not have the place in its page of 16": lambda: decode(allocator, [6], [19]),
+    }.items():
+        with pytest.raises(SlotError, match=re.escape(message)):
+            call()
+        assert allocator.available_size() == 48
+    assert decode(allocator, [6], [20]).tolist() == [21]
+    allocator.check(held=held)
+
+
+def test_an_extend_whose_kernel_fails_takes_nothing(make):
+    allocator = make.single(64, 16)
+    with pytest.raises(RuntimeError):
+        # The host says 20 tokens from nothing, the device 15 after a prefix: the slots do not add up.
+        allocator.alloc_extend(slots(5), [0], slots(20), [20], slots(-1), 20)
+    assert allocator.available_size() == 64
+    allocator.check(held=slots())
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("kind", ["single", "swa"])
+def test_freeing_nothing_leaves_a_state_that_can_be_restored(make, kind, page_size):
+    room = 4 * page_size
+    allocator = make.single(room, page_size) if kind == "single" else make.swa(room, room, page_size)
+    held = allocator.alloc(page_size)
+    state = allocator.backup_state()
+    table = torch.zeros(2, room, dtype=torch.int32)
+    allocator.free(slots())
+    allocator.free_pages(slots())
+    allocator.free_rows(table, [1], [0], [0])
+    allocator.free_group_begin()
+    allocator.free(slots())
+    allocator.free_group_end()
+    if kind == "swa":
+        allocator.free_swa(slots())
+        allocator.free_swa_rows(table, [1], [0], [0])
+    allocator.alloc(2 * page_size)
+    allocator.restore_state(state)
+    assert allocator.available_size() == 3 * page_size
+    allocator.check(held=held)
+
+
+def test_debug_refuses_to_be_read_from_another_thread(make):
+    allocator = make.single(8, 2, debug=True)
+    allocator.alloc(2)
+    for read in (allocator.available_size, allocator.check):
+        errors = []
+
+        def call(read=read, errors=errors):
+            with pytest.raises(SlotError, match="nothing locks") as error:
+                read()
+            errors.append(error)
+
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+        assert len(errors) == 1
