@@ -8,14 +8,14 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 VERSIONS := 3.10 3.11 3.12 3.13
 PYTEST := -m pytest -W error -n $(JOBS) --dist loadfile
-SOURCES := core plugins examples tests docs
+SOURCES := core plugins examples tests docs bench
 
 PYPROJECTS := $(wildcard core/pyproject.toml plugins/*/pyproject.toml examples/*/pyproject.toml)
 PLUGINS := $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml examples/*/pyproject.toml))
 TEST_TOOLS := pytest pytest-xdist hypothesis
 TOOLS := $(TEST_TOOLS) import-linter mypy ruff
 
-.PHONY: check format lint types layers test test-main test-notorch demo docs clean
+.PHONY: check format lint types layers test test-main test-notorch demo docs bench clean
 .DELETE_ON_ERROR:
 
 check: lint types layers test-main
@@ -80,6 +80,15 @@ FORCE:
 demo: $(VENV)/.demo
 	$(BIN)/kvdock plan tests/models/llama-3.1-70b.json --device h200 --tp 8 --weights 17GiB
 	$(BIN)/kvdock run tests/models/gpt-oss-20b.json --memory 64MiB --page-size 16 --context 4096
+
+# Timings, written to bench/RESULTS.md; quote their ratios, since a machine has moods.
+
+bench: $(VENV)/.tools
+	@mkdir -p build
+	$(BIN)/python bench/allocators.py --write build/allocators.md
+	$(BIN)/python bench/planning.py --write build/planning.md
+	{ printf '# Results of the last `make bench`\n\n## Planning\n\n'; cat build/planning.md; \
+	  printf '\n## Bookkeeping\n\n'; cat build/allocators.md; } > bench/RESULTS.md
 
 docs: $(VENV)/.tools
 	$(BIN)/python docs/render.py build/docs

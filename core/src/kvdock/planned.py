@@ -24,7 +24,8 @@ class Parts(msgspec.Struct, frozen=True, kw_only=True):
 
     `tensors` are the class's own, by buffer name; `sizes` the usable slots of each space; `pools` the
     pools of the groups (for a pool that routes), `allocators` the inner ones (for a composite),
-    `allocator` and `request_pool` those that the engine uses (for pools that read their maps).
+    `allocator` and `request_pool` those that the engine uses (for pools that read their maps). An inner
+    allocator whose slots are not those of the request table gets no `request_pool`.
     """
 
     tensors: Tensors
