@@ -29,7 +29,7 @@ BUDGET_BYTES = 32 * 2**30
 def plan_ms(path: Path, rounds: int) -> float:
     registry, options = installed(), CacheOptions(page_size=16)
     models, _ = read_models(path, options, registry)
-    device = find_device("cpu", registry)
+    device = find_device(None, registry, BUDGET_BYTES)
     times = []
     for _ in range(rounds):
         start = time.perf_counter()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+from collections.abc import Iterator
 from typing import Any
 
 import click
@@ -31,7 +34,7 @@ def command(
         raise click.UsageError("--device and --memory both say how much memory there is; give one of them")
     if as_json and as_text:
         raise click.UsageError("--json and --explain are two ways to print one plan; give one of them")
-    with foreign_prints_to_stderr():
+    with foreign_prints_to_stderr(), _uncollected():
         made = make_plan(model, device, memory, weights, values)
         text = made.to_json() if as_json else made.explain() if as_text else None
     if text is None:
@@ -44,3 +47,15 @@ def command(
         click.echo(text.encode())
     else:
         click.echo(text)
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Leave garbage alone: what planning makes stays in use, and looking for garbage among it costs a tenth."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
