@@ -519,3 +519,20 @@ def test_a_class_that_declares_nonsense_is_an_error_of_its_plugin(mock_plugin, p
     registry.add(mock_plugin("acme", tier="hardware", pool=lambda query: pool if query.kind == "mha" else None))
     with pytest.raises(PluginError, match=message):
         kvdock.plan(model([mha()]), device=IDLE, budget_bytes=GIB, registry=registry)
+
+
+def test_a_device_whose_own_pool_lacks_a_feature_is_warned_about(mock_plugin):
+    class Plain(MHAPool):
+        device_types = frozenset({"acme"})
+        features = frozenset()
+
+    device = DeviceInfo(
+        device_type="acme", name="acme-1", total_bytes=2**34, free_before_load_bytes=2**34, free_bytes=2**34
+    )
+    registry = core_registry()
+    pool = lambda query: Plain if query.kind == "mha" else None  # noqa: E731
+    registry.add(mock_plugin("acme", tier="hardware", pool=pool, devices={"acme-1": device}))
+    fields = {"device": device, "budget_bytes": GIB, "registry": registry}
+    assert not any("Plain" in w for w in kvdock.plan(model([mha()]), **fields).warnings)
+    made = kvdock.plan(model([mha()]), options={"kv_cache_dtype": "fp8_e4m3"}, **fields)
+    assert any("Plain lacks fp8, so MHAPool of core serves acme-1" in w for w in made.warnings)

@@ -60,7 +60,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
     import difflib  # only for a message: every start of the command line would pay for it
 
     names = sorted(known)
-    match = difflib.get_close_matches(name, names, n=1, cutoff=0.5) or [k for k in names if name and k.startswith(name)]
+    match = [k for k in names if name and k.startswith(name)] or difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     return f"; did you mean {match[0]!r}?" if match else ""
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -18,6 +18,7 @@ from kvdock.model import ModelSpec
 from kvdock.options import DEFAULTS, CacheOptions, Parallelism, ResolvedOptions
 from kvdock.planned import Planned
 from kvdock.plugins import resolve
+from kvdock.plugins.devices import owners_of
 from kvdock.plugins.loading import Registry, describe, stdout_to_stderr
 from kvdock.plugins.resolve import Decision
 from kvdock.pools.base import Pool
@@ -180,11 +181,24 @@ def draw_outline(
         allocators=allocators,
         request_pool=request_pool,
         decisions=(*decisions, *builder.decisions),
-        warnings=tuple(warning for model in models for warning in model.warnings),
+        warnings=(*(warning for model in models for warning in model.warnings), *_passed_over(builder, registry)),
     )
     _refuse_unread(outline)
     _collect_objections(outline, builder)
     return outline
+
+
+def _passed_over(builder: _Builder, registry: Registry) -> Iterator[str]:
+    """Warn where the device's own plugin named a class that lacks what is asked, and another's took its place."""
+    for decision in builder.decisions:
+        unfit = [answer for answer in decision.answers if answer.outcome == "unfit" and decision.plugin]
+        owners = {member.name for member in owners_of(registry, builder.base.device)} if unfit else set()
+        for answer in unfit:
+            if answer.plugin in owners:
+                yield (
+                    f"{decision.subject}: {answer.detail}, so {decision.name} of {decision.plugin} serves "
+                    f"{builder.base.device.name} instead of what plugin {answer.plugin!r} named"
+                )
 
 
 def resolve_options(

@@ -4,6 +4,7 @@ import sys
 import warnings
 
 import pytest
+from kvdock import CONTRACT, hookimpl
 from kvdock.errors import PluginError
 from kvdock.plugins.loading import PluginWarning, load
 
@@ -292,3 +293,19 @@ def test_an_entry_point_that_names_nothing_is_set_aside(site):
     bad = type(found)(name="bad", tier="hardware", group="kvdock.hardware", value="site_good:missing")
     with pytest.warns(PluginWarning, match=r"'bad' \(no distribution\) failed to load from site_good:missing: Attrib"):
         load((found, bad))
+
+
+def test_a_function_named_after_a_hook_but_not_marked_is_refused(registry):
+    class Unmarked:
+        kvdock_contract = CONTRACT
+
+        @hookimpl
+        def validate_plan(self, query):
+            return None
+
+        def get_pool_cls(self, query):
+            return None
+
+    with pytest.raises(PluginError, match=r"get_pool_cls is a hook's name but is not marked.*add @kvdock\.hookimpl"):
+        registry.add(Unmarked(), name="acme", tier="hardware")
+    assert registry.members == ()

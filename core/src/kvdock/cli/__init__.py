@@ -18,8 +18,8 @@ from kvdock.errors import KVDockError
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C: 128 + SIGINT."""
-PIPE_CLOSED = 141
-"""Exit code when the reader of the output has gone: 128 + SIGPIPE."""
+PIPE_CLOSED = 1
+"""Exit code when the reader of the output has gone; click and rich end with the same."""
 
 
 COMMANDS = {

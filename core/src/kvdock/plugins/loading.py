@@ -190,6 +190,12 @@ class Registry:
             raise PluginError(
                 f"plugin {member.name!r} ({member.origin}) implements no hook; mark its functions with kvdock.hookimpl"
             )
+        for name in set(hook_names()) - set(hooks):
+            if callable(getattr(member.plugin, name, None)):
+                raise PluginError(
+                    f"plugin {member.name!r} ({member.origin}): {name} is a hook's name but is not marked, so it would "
+                    "never be asked; add @kvdock.hookimpl"
+                )
         self._check_layer_params(member)
 
     def _check_layer_params(self, member: Member) -> None:

@@ -43,6 +43,13 @@ class PoolSuite(Suite):
         data.write(data.some_slots())
         return data
 
+    def test_what_attention_reads_counts_as_kv(self, plan: CachePlan) -> None:
+        """Each group has buffers marked `is_kv`, so that reports and costs count them as KV."""
+        for group in plan.groups:
+            assert any(buffer.is_kv and buffer.nbytes for buffer in group.buffers), (
+                f"no buffer of group {group.name!r} is marked is_kv=True"
+            )
+
     def test_buffers_are_declared_without_torch(self, plan: CachePlan, monkeypatch: pytest.MonkeyPatch) -> None:
         """`buffers` answers for each group while torch cannot be imported, and no two names are the same."""
         monkeypatch.setitem(sys.modules, "torch", None)
