@@ -8,6 +8,7 @@ from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from kvdock.errors import BuildError
+from kvdock.layout import TARGET
 from kvdock.planned import Parts
 from kvdock.plugins import resolve
 from kvdock.pools.storage import Tensors, allocate, unique_storages
@@ -68,9 +69,9 @@ class KVCache:
         self.req_to_token_pool = req_to_token_pool
         self.pools = pools
         """Pool of each layer group, drafts' included, by group name."""
-        self.drafts = {worker: pool for worker, pool in by_worker.items() if worker != "target"}
+        self.drafts = {worker: pool for worker, pool in by_worker.items() if worker != TARGET}
         """What each draft worker sees as its KV pool; request pool and allocator are the target's."""
-        self._target = by_worker.get("target")
+        self._target = by_worker.get(TARGET)
         self._allocator = allocator
         self._tensors = tuple(tensors)
         self._debug = debug

@@ -16,7 +16,7 @@ from kvdock.allocators import PagedAllocator, SWAAllocator, TokenAllocator
 from kvdock.device import DeviceInfo
 from kvdock.families import groups
 from kvdock.hookspecs import CONTRACT, hookimpl
-from kvdock.layout import LayerGroup, Space
+from kvdock.layout import FULL, SWA, LayerGroup, Space
 from kvdock.model import ModelSpec
 from kvdock.pools import MHAPool, MLAPool, RoutedPool, SlidingPool
 from kvdock.queries import (
@@ -64,7 +64,7 @@ class CorePlugin:
         """Serve the kinds of `POOLS`; route by layer where a worker has more than one group."""
         if query.group is not None:
             return POOLS.get(query.kind)
-        if groups.FULL in query.spaces and any(group.space == groups.SWA for group in query.groups):
+        if FULL in query.spaces and any(group.space == SWA for group in query.groups):
             # Requests are numbered in full slots, even on a rank whose own layers all slide.
             return SlidingPool
         return RoutedPool if len(query.groups) > 1 else None
@@ -74,7 +74,7 @@ class CorePlugin:
         """Serve one space by its page size, and full and sliding slots in step."""
         if len(query.spaces) == 1:
             return TokenAllocator if query.spaces[0].page_size == 1 else PagedAllocator
-        return SWAAllocator if {space.name for space in query.spaces} == {groups.FULL, groups.SWA} else None
+        return SWAAllocator if {space.name for space in query.spaces} == {FULL, SWA} else None
 
     @hookimpl
     def get_request_pool_cls(self, query: RequestQuery) -> type[RequestPool] | None:

@@ -8,8 +8,8 @@ from fractions import Fraction
 import msgspec
 
 from kvdock.families.groups import window_pages
-from kvdock.layout import Buffer, Space, Unit, round_up
-from kvdock.sizing import REQUESTS, Problem, token_factors, total_nbytes
+from kvdock.layout import REQUESTS, Buffer, Space, Unit, round_up
+from kvdock.sizing import Problem, token_factors, total_nbytes
 
 
 class SlotCost(msgspec.Struct, frozen=True, kw_only=True):

@@ -23,6 +23,12 @@ from kvdock.model import LayerSpec
 TOKENS = "tokens"
 """What a rule's `of` names when it follows the number of tokens that is being solved for."""
 
+FULL, SWA, REQUESTS = "full", "swa", "requests"
+"""The spaces that the core declares: token slots, sliding token slots, request rows."""
+
+TARGET = "target"
+"""The worker that is not a draft."""
+
 MAX_SLOTS = 2**31 - 1
 """Slot numbers are stored as int32 in request tables."""
 
@@ -94,7 +100,7 @@ class SizeRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         if self.per_token[0]:
             names.add(self.of)
         if self.per_request[0]:
-            names.add("requests")
+            names.add(REQUESTS)
         if self.at_most_of is not None:
             names.add(self.at_most_of[0])
         return frozenset(names - {TOKENS})
@@ -159,7 +165,7 @@ class Buffer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     stacked: bool = False
     memory: Literal["device", "host", "pinned"] = "device"
     owner: str = ""
-    worker: str = "target"
+    worker: str = TARGET
     max_tensor_bytes: int | None = None
     is_kv: bool = False
     """True for what attention reads (keys, values, latents, scales, index keys); False for bookkeeping."""
@@ -223,7 +229,7 @@ class LayerGroup(msgspec.Struct, frozen=True, kw_only=True):
     space: str
     layers: tuple[tuple[int, LayerSpec], ...]
     shared: tuple[tuple[int, int], ...] = ()
-    worker: str = "target"
+    worker: str = TARGET
 
     def __post_init__(self) -> None:
         check_fields(self, f"layer group {show(self.name)}:")

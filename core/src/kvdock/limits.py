@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
+from kvdock.layout import REQUESTS
 from kvdock.outline import Outline
-from kvdock.sizing import REQUESTS, Solution
+from kvdock.sizing import Solution
 
 LARGER_BUDGET = "a larger budget"
 

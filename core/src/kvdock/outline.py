@@ -13,7 +13,7 @@ from kvdock.device import DeviceInfo
 from kvdock.errors import KVDockError, PlanError, PluginError, UnsupportedCombination, nearest
 from kvdock.families import groups as families_groups
 from kvdock.features import FEATURE_OPTIONS, features_asked
-from kvdock.layout import Buffer, LayerGroup, Space
+from kvdock.layout import REQUESTS, TARGET, Buffer, LayerGroup, Space
 from kvdock.model import ModelSpec
 from kvdock.options import DEFAULTS, CacheOptions, Parallelism, ResolvedOptions
 from kvdock.planned import Planned
@@ -33,9 +33,7 @@ from kvdock.queries import (
     StateQuery,
 )
 from kvdock.requests.base import RequestPool
-from kvdock.sizing import REQUESTS, ordered
-
-TARGET = "target"
+from kvdock.sizing import ordered
 
 ENGINE_FACTS = frozenset(
     {
@@ -60,6 +58,7 @@ PLANNER_OPTIONS = frozenset(
     {
         "page_size",
         "model_dtype",
+        "mem_fraction_static",
         "max_total_tokens",
         "context_length",
         "allow_longer_context",
@@ -445,7 +444,7 @@ def _read_options(outline: Outline) -> frozenset[str]:
 
 def _refuse_unread(outline: Outline) -> None:
     """Refuse options that the user gave and that nothing in this plan reads."""
-    read = _read_options(outline) | {"mem_fraction_static"}
+    read = _read_options(outline)
     unread = [
         f"{name}={getattr(outline.given, name)!r}"
         for name in CacheOptions.__struct_fields__

@@ -12,13 +12,12 @@ from kvdock.costs import Costs, SlotCost, bytes_per_token, find_costs, kv_bytes_
 from kvdock.device import DeviceInfo
 from kvdock.errors import BudgetError, PlanError
 from kvdock.families.groups import MIN_TOKENS
-from kvdock.layout import MAX_SLOTS, Buffer, round_up
+from kvdock.layout import MAX_SLOTS, REQUESTS, Buffer, round_up
 from kvdock.limits import Limit, find_limits, limit_warnings
 from kvdock.model import ModelSpec
 from kvdock.options import CacheOptions, Parallelism, ResolvedOptions
 from kvdock.outline import Choice, Outline, draw_outline
 from kvdock.sizing import (
-    REQUESTS,
     Problem,
     Solution,
     Solver,

@@ -12,7 +12,7 @@ import msgspec
 
 from kvdock import dtypes
 from kvdock.device import DeviceInfo
-from kvdock.layout import LayerGroup, Space
+from kvdock.layout import TARGET, LayerGroup, Space
 from kvdock.model import LayerSpec, ModelSpec
 from kvdock.options import CacheOptions, Parallelism
 
@@ -57,7 +57,7 @@ class Query(msgspec.Struct, frozen=True, kw_only=True):
     options: CacheOptions
     parallel: Parallelism
     device: DeviceInfo
-    worker: str = "target"
+    worker: str = TARGET
 
     @property
     def model_dtype(self) -> str:

@@ -13,9 +13,7 @@ from fractions import Fraction
 import msgspec
 
 from kvdock.errors import BudgetError, PlanError
-from kvdock.layout import MAX_SLOTS, TOKENS, Buffer, SizeRule, Space, round_up
-
-REQUESTS = "requests"
+from kvdock.layout import MAX_SLOTS, REQUESTS, TOKENS, Buffer, SizeRule, Space, round_up
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,14 +11,12 @@ from kvdock.allocators.debug import named_holders
 from kvdock.allocators.paged import PagedAllocator
 from kvdock.allocators.ring import Journal, Mark
 from kvdock.errors import BuildError, PlanError, SlotError
-from kvdock.layout import Buffer, Unit
+from kvdock.layout import FULL, SWA, Buffer, Unit
 from kvdock.planned import Parts
 from kvdock.queries import AllocatorQuery
 
 if TYPE_CHECKING:
     import torch
-
-FULL, SWA = "full", "swa"
 
 
 class SWAState(NamedTuple):

@@ -11,15 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvdock.errors import PlanError
-from kvdock.layout import TOKENS, LayerGroup, SizeRule, Space, round_up
+from kvdock.layout import FULL, REQUESTS, SWA, TARGET, TOKENS, LayerGroup, SizeRule, Space, round_up
 from kvdock.model import LayerParams, LayerSpec
 from kvdock.options import exact_ratio
 from kvdock.queries import GroupQuery, Query, StateQuery
 
-FULL = "full"
-SWA = "swa"
-REQUESTS = "requests"
-TARGET = "target"
 NO_CACHE = "none"
 """Kind of a layer that keeps nothing."""
 

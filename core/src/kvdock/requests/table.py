@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from kvdock.allocators.debug import ThreadGuard
 from kvdock.allocators.lengths import Ranges, checked_ranges, spread, to_device
 from kvdock.errors import BuildError, SlotError
-from kvdock.layout import Buffer
+from kvdock.layout import REQUESTS, Buffer
 from kvdock.planned import Parts
 from kvdock.queries import RequestQuery
 from kvdock.requests.base import RequestPool
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
     from numpy.typing import NDArray
-
-REQUESTS = "requests"
 
 
 class ReqToTokenPool(RequestPool):
