@@ -115,7 +115,7 @@ def test_a_group_without_layers_is_refused():
 
 def test_layout_is_json_both_ways():
     keys = Buffer(name="k", role="key", space="full", shape=(8,), dtype="bfloat16", unit=Unit.PAGE, layers=(0,))
-    space = Space(name="full", rule=SizeRule(per_token=(4, 5), at_most_of=("tokens", (1, 2))), page_size=16)
+    space = Space(name="full", rule=SizeRule(per_token=(4, 5), at_most_of=(("tokens", (1, 2)),)), page_size=16)
     for value in (keys, space):
         assert msgspec.json.decode(msgspec.json.encode(value), type=type(value)) == value
 

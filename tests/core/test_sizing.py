@@ -183,7 +183,7 @@ def test_searches_find_the_bound(bound, low):
 def test_never_over_the_budget_and_never_a_page_short(page, ratio, rows, requests, granularity, budget):
     full = Space(name="full", page_size=page, rule=SizeRule(per_token=(1, 1), round_to=page, needs=page))
     swa = Space(name="swa", page_size=page, rule=SizeRule(per_token=ratio, of="full", round_to=page))
-    rule = SizeRule(fixed=requests, at_most_of=("tokens", (1, 2)), needs=1)
+    rule = SizeRule(fixed=requests, at_most_of=(("tokens", (1, 2)),), needs=1)
     pool = Space(name="requests", rule=rule, issued_by="request_pool")
     buffers = [kv(n, space=("full", "swa")[i % 2], guard=page, layers=(i,)) for i, n in enumerate(rows)]
     buffers.append(kv(40, space="requests"))

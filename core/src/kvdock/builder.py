@@ -11,9 +11,9 @@ from kvdock.errors import BuildError
 from kvdock.layout import TARGET
 from kvdock.planned import Parts
 from kvdock.plugins import resolve
-from kvdock.pools.storage import Tensors, allocate, unique_storages
+from kvdock.pools.storage import Tensors, allocate, allocate_overlays, unique_storages
 from kvdock.requests.holdings import Holdings, Span
-from kvdock.sizing import buffer_nbytes
+from kvdock.storages import bytes_of
 
 if TYPE_CHECKING:
     import torch
@@ -247,15 +247,15 @@ def build(
         _check_ranks(plan, where, group)
     chosen = os.environ.get(DEBUG_VARIABLE) == "1" if debug is None else debug
     try:
-        return _assembled(plan, where, chosen)
+        return _assembled(plan, where, chosen, group)
     except BaseException as error:
         # Whoever keeps the error would keep the frames, and with them every tensor that was made so far.
         traceback.clear_frames(error.__traceback__)
         raise
 
 
-def _assembled(plan: CachePlan, device: torch.device, debug: bool) -> KVCache:
-    cache = _Assembly(plan, device, debug).cache()
+def _assembled(plan: CachePlan, device: torch.device, debug: bool, group: Any) -> KVCache:
+    cache = _Assembly(plan, device, debug, group).cache()
     _verify(cache)
     return cache
 
@@ -263,12 +263,15 @@ def _assembled(plan: CachePlan, device: torch.device, debug: bool) -> KVCache:
 class _Assembly:
     """A cache in the making: request pool, inner allocators, the engine's allocator, pools, routers."""
 
-    def __init__(self, plan: CachePlan, device: torch.device, debug: bool) -> None:
+    def __init__(self, plan: CachePlan, device: torch.device, debug: bool, group: Any) -> None:
         self.plan = plan
         self.device = device
         self.debug = debug
+        self.group = group
         self.kernels = _kernels(plan, device)
         self.tensors: list[Tensors] = []
+        buffers, spaces, step = plan.outline.buffers, plan.outline.spaces, plan.device.granularity_bytes
+        self.overlays = allocate_overlays(buffers, plan.sizes, spaces, device, step)
         self.allocators: dict[str, Allocator] = {}
         self.pools: dict[str, Pool] = {}
 
@@ -309,10 +312,16 @@ class _Assembly:
         """Allocate the buffers of a choice and wrap them with what its class may need."""
         plan = self.plan
         step = plan.device.granularity_bytes
-        tensors = allocate(choice.buffers, plan.sizes, plan.outline.spaces, self.device, step)
+        tensors = allocate(choice.buffers, plan.sizes, plan.outline.spaces, self.device, step, self.overlays)
         self.tensors.append(tensors)
         return Parts(
-            tensors=tensors, kernels=self.kernels, device=self.device, sizes=plan.sizes, debug=self.debug, **links
+            tensors=tensors,
+            kernels=self.kernels,
+            device=self.device,
+            sizes=plan.sizes,
+            debug=self.debug,
+            group=self.group,
+            **links,
         )
 
     def _by_worker(self, routers: dict[str, Pool]) -> dict[str, Pool]:
@@ -386,9 +395,9 @@ def _check_plan(plan: CachePlan) -> None:
     """
     step = plan.device.granularity_bytes
     needed = dict.fromkeys(("device", "host", "pinned"), 0)
-    for buffer in plan.outline.buffers:
-        units = buffer.units_in(plan.outline.spaces, plan.sizes)
-        needed[buffer.memory] += buffer_nbytes(buffer, units, step)
+    buffers = plan.outline.buffers
+    for buffer, nbytes in zip(buffers, bytes_of(buffers, plan.outline.spaces, plan.sizes, step), strict=True):
+        needed[buffer.memory] += nbytes
     _compare(plan, needed["device"], needed["host"] + needed["pinned"], "its sizes take")
 
 

@@ -18,7 +18,7 @@ from kvdock.families import groups
 from kvdock.hookspecs import CONTRACT, hookimpl
 from kvdock.layout import FULL, SWA, LayerGroup, Space
 from kvdock.model import ModelSpec
-from kvdock.pools import MHAPool, MLAPool, RoutedPool, SlidingPool
+from kvdock.pools import IndexerPool, MHAPool, MLAPool, NoOpPool, PureSlidingPool, RoutedPool, SlidingPool
 from kvdock.queries import (
     AllocatorQuery,
     GroupQuery,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from kvdock.pools.base import Pool
     from kvdock.requests.base import RequestPool
 
-POOLS: Mapping[str, type[Pool]] = {"mha": MHAPool, "mla": MLAPool}
+POOLS: Mapping[str, type[Pool]] = {"mha": MHAPool, "mla": MLAPool, "sparse_index": IndexerPool}
 """Layer kind → the pool that serves it on any device that torch knows."""
 
 
@@ -62,12 +62,7 @@ class CorePlugin:
     @hookimpl
     def get_pool_cls(self, query: PoolQuery) -> type[Pool] | None:
         """Serve the kinds of `POOLS`; route by layer where a worker has more than one group."""
-        if query.group is not None:
-            return POOLS.get(query.kind)
-        if FULL in query.spaces and any(group.space == SWA for group in query.groups):
-            # Requests are numbered in full slots, even on a rank whose own layers all slide.
-            return SlidingPool
-        return RoutedPool if len(query.groups) > 1 else None
+        return _router_cls(query) if query.group is None else _group_pool_cls(query)
 
     @hookimpl
     def get_allocator_cls(self, query: AllocatorQuery) -> type[Allocator] | None:
@@ -88,6 +83,21 @@ class CorePlugin:
         if f"skip_kv_cache:{backend}" in query.device.capabilities:
             return None
         return f"no attention backend of {query.device.name} is known to work without a KV cache"
+
+
+def _group_pool_cls(query: PoolQuery) -> type[Pool] | None:
+    """Return the pool of one layer group."""
+    if query.kind == "mha" and query.options.prefill_only_disable_kv_cache:
+        return NoOpPool
+    return POOLS.get(query.kind)
+
+
+def _router_cls(query: PoolQuery) -> type[Pool] | None:
+    """Return what an engine sees of a worker's groups, or ``None`` where the pool of its only group will do."""
+    if any(group.space == SWA for group in query.groups):
+        # Requests are numbered in full slots, even on a rank whose own layers all slide.
+        return SlidingPool if FULL in query.spaces else PureSlidingPool
+    return RoutedPool if len(query.groups) > 1 else None
 
 
 class CpuPlugin:

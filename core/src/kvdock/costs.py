@@ -10,6 +10,7 @@ import msgspec
 from kvdock.families.groups import window_pages
 from kvdock.layout import REQUESTS, Buffer, Space, Unit, round_up
 from kvdock.sizing import Problem, token_factors, total_nbytes
+from kvdock.storages import block_nbytes
 
 
 class SlotCost(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,6 +29,9 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
 
 def slot_bytes(buffer: Buffer, spaces: Mapping[str, Space]) -> Fraction:
     """Return the bytes that one slot takes in a buffer, over all its layers."""
+    if buffer.storage and buffer.space:
+        page_size = spaces[buffer.space].page_size
+        return Fraction(block_nbytes(buffer, page_size) * max(1, len(buffer.layers)), page_size)
     nbytes = buffer.row_nbytes * max(1, len(buffer.layers))
     paged = buffer.unit is Unit.PAGE and buffer.space is not None
     return Fraction(nbytes, spaces[buffer.space].page_size if paged and buffer.space else 1)

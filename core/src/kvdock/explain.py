@@ -143,8 +143,8 @@ def rule_text(space: Space) -> str:
         text += f", at least {rule.at_least:,}"
     if rule.at_most is not None:
         text += f", at most {rule.at_most:,}"
-    if rule.at_most_of is not None:
-        text += f", at most {_factor(rule.at_most_of[1], rule.at_most_of[0])}"
+    for of, ratio in rule.at_most_of:
+        text += f", at most {_factor(ratio, of)}"
     if rule.at_most_share is not None:
         text += f", within {rule.at_most_share[0]}/{rule.at_most_share[1]} of the budget"
     if rule.needs:

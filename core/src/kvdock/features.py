@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Literal
 
 from kvdock import dtypes
-from kvdock.queries import Query
+from kvdock.queries import PoolQuery, Query
 
 Part = Literal["pool", "allocator", "request_pool"]
 
@@ -20,10 +20,12 @@ _SWITCHES: dict[str, tuple[str, tuple[Part, ...]]] = {
     "late_backing": ("late_backing", ("pool",)),
     "memory_saver": ("memory_saver", ("pool",)),
     "hisparse": ("hisparse", ("pool", "allocator")),
-    "replay_rings": ("replay_rings", ("pool",)),
     "prefill_only_disable_kv_cache": ("no_kv", ("pool",)),
 }
 """Boolean option → the feature that it asks for, and of which parts."""
+
+NO_KV_DTYPE = frozenset({"state", "sparse_index"})
+"""Kinds of pools that keep nothing in the data type of keys and values."""
 
 FEATURE_OPTIONS = frozenset({*_SWITCHES, "kv_cache_dtype", "role", "speculative_algorithm"})
 """Options that are honoured by choosing a class with the feature."""
@@ -33,10 +35,12 @@ def features_asked(query: Query, part: Part) -> frozenset[str]:
     """Return what a class for `part` must honour under the query's options and parallel sizes."""
     options, parallel = query.options, query.parallel
     asked = {feature for option, (feature, parts) in _SWITCHES.items() if part in parts and getattr(options, option)}
-    if part == "pool":
+    if isinstance(query, PoolQuery):
         dtype_feature = dtypes.find(query.kv_dtype).feature
-        if dtype_feature is not None:
+        if dtype_feature is not None and query.kind not in NO_KV_DTYPE:
             asked.add(dtype_feature)
+        if query.kind == "state" and options.replay_rings:
+            asked.add("replay_rings")
         if parallel.cp_size > 1:
             asked.add("context_parallel")
     if part in ("allocator", "pool") and parallel.dcp_size > 1:

@@ -23,8 +23,8 @@ from kvdock.model import LayerSpec
 TOKENS = "tokens"
 """What a rule's `of` names when it follows the number of tokens that is being solved for."""
 
-FULL, SWA, REQUESTS = "full", "swa", "requests"
-"""The spaces that the core declares: token slots, sliding token slots, request rows."""
+FULL, SWA, STATE, REQUESTS = "full", "swa", "state", "requests"
+"""The spaces that the core declares: token slots, sliding token slots, per-request states, request rows."""
 
 TARGET = "target"
 """The worker that is not a draft."""
@@ -60,7 +60,7 @@ class SizeRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ``size = min(at_most, caps, max(at_least, round(per_token · of + per_request · requests + fixed)))``
 
     `of` is ``"tokens"`` or another space; `per_request` multiplies the size of the space ``requests``.
-    `at_most_of` caps the size at a factor of another space (or of the tokens); `at_most_share` caps it
+    `at_most_of` caps the size at factors of other spaces (or of the tokens); `at_most_share` caps it
     at the largest size whose own buffers stay within that share of the budget (never below `needs`).
     All factors are exact and non-negative, so sizes never
     shrink when the tokens grow. `needs` is the smallest size that is of any use: a plan with less is refused.
@@ -72,7 +72,7 @@ class SizeRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     fixed: int = 0
     at_least: int = 0
     at_most: int | None = None
-    at_most_of: tuple[str, Ratio] | None = None
+    at_most_of: tuple[tuple[str, Ratio], ...] = ()
     at_most_share: Ratio | None = None
     round: Literal["down", "up"] = "down"
     round_to: int = 1
@@ -82,8 +82,8 @@ class SizeRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         check_fields(self, "size rule:")
         _check_ratio("size rule", "per_token", self.per_token)
         _check_ratio("size rule", "per_request", self.per_request)
-        if self.at_most_of is not None:
-            _check_ratio("size rule", "at_most_of", self.at_most_of[1])
+        for _, ratio in self.at_most_of:
+            _check_ratio("size rule", "at_most_of", ratio)
         if self.at_most_share is not None:
             _check_ratio("size rule", "at_most_share", self.at_most_share)
             if self.at_most_share[0] > self.at_most_share[1]:
@@ -101,8 +101,7 @@ class SizeRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             names.add(self.of)
         if self.per_request[0]:
             names.add(REQUESTS)
-        if self.at_most_of is not None:
-            names.add(self.at_most_of[0])
+        names.update(of for of, _ in self.at_most_of)
         return frozenset(names - {TOKENS})
 
 
@@ -167,8 +166,12 @@ class Buffer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     owner: str = ""
     worker: str = TARGET
     max_tensor_bytes: int | None = None
+    storage: str = ""
+    """Byte buffer that it shares, page by page, with its owner's other buffers of that name; set by the plan."""
+    overlay: str = ""
+    """Name under which buffers of several owners lie over each other: memory for the largest alone."""
     is_kv: bool = False
-    """True for what attention reads (keys, values, latents, scales, index keys); False for bookkeeping."""
+    """True for what layers read (keys, values, latents, scales, index keys, states); False for bookkeeping."""
 
     def __post_init__(self) -> None:
         check_fields(self, f"buffer {show(self.name)}:")
@@ -184,6 +187,8 @@ class Buffer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             raise PlanError(f"buffer {self.name!r}: layers {self.layers} name one layer twice")
         if self.stacked and not self.layers:
             raise PlanError(f"buffer {self.name!r} is stacked over no layer; list its layers")
+        if self.overlay and (self.storage or self.tensors > 1):
+            raise PlanError(f"buffer {self.name!r} lies over others as {self.overlay!r}; give it one tensor of its own")
 
     @property
     def row_nbytes(self) -> int:

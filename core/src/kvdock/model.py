@@ -58,17 +58,103 @@ class DSAParams(LayerParams, frozen=True, kw_only=True):
     index_head_dim: int
 
 
+class SparseParams(LayerParams, frozen=True, kw_only=True):
+    """Keys and values per head, and an indexer with one head of `index_head_dim` that picks what is read.
+
+    `index_value` says whether the indexer keeps a value beside its key (MiniMax sparse attention).
+    """
+
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    index_head_dim: int
+    index_value: bool = True
+
+
+class IndexParams(LayerParams, frozen=True, kw_only=True):
+    """The indexer of a sparse layer alone: a key, and a value where `index_value`, of `index_head_dim` a token."""
+
+    index_head_dim: int
+    index_value: bool = True
+
+
+class ConvBlock(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Channels of a convolution that split by heads: `heads` times `head_dim` of the whole model.
+
+    With `replicated`, ranks beyond the number of heads keep a copy of one (groups of a state-space layer).
+    """
+
+    heads: int
+    head_dim: int
+    replicated: bool = False
+
+
+class ConvParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One convolution of a linear layer: `kernel` taps over the channels of `blocks`; ``kernel - 1`` inputs are kept.
+
+    `channels_last` keeps an input's channels side by side, ``[kernel - 1, channels]``, instead of ``[channels,
+    kernel - 1]``.
+    """
+
+    blocks: tuple[ConvBlock, ...]
+    kernel: int
+    channels_last: bool = False
+
+
+class RingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a step leaves in a replay ring: a key per key head, a delta per value head, a decay.
+
+    The decay is one number a value head, or with `decay_per_key` one for each of its `k_dim` columns.
+    """
+
+    k_heads: int
+    k_dim: int
+    v_heads: int
+    v_dim: int
+    decay_per_key: bool = False
+
+
+class StateParams(LayerParams, frozen=True, kw_only=True):
+    """A layer that keeps a state per request instead of rows per token: convolutions and a temporal state.
+
+    `temporal` is ``(heads, …)`` of the whole model, the heads split over the ranks. `temporal_dtype` is the
+    published type of the temporal state. `dense_windows` keeps each draft token's convolution inputs whole.
+    """
+
+    conv: tuple[ConvParams, ...]
+    temporal: tuple[int, ...]
+    temporal_dtype: str = "float32"
+    dense_windows: bool = False
+    ring: RingParams | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        extents = [*self.temporal, *(conv.kernel for conv in self.conv)]
+        extents += [extent for conv in self.conv for b in conv.blocks for extent in (b.heads, b.head_dim)]
+        if not all(0 < extent <= MAX_EXTENT for extent in extents):
+            raise PlanError(f"StateParams: an extent of {extents} is outside 1 … {MAX_EXTENT}")
+        dtypes.find(self.temporal_dtype, option="StateParams: temporal_dtype")
+
+
 class NoParams(LayerParams, frozen=True, kw_only=True):
     """The shape of a layer that keeps nothing (kind ``none``)."""
 
 
 CORE_PARAMS: Mapping[str, type[LayerParams]] = MappingProxyType(
-    {"mha": MHAParams, "mla": MLAParams, "dsa": DSAParams, "none": NoParams}
+    {
+        "mha": MHAParams,
+        "mla": MLAParams,
+        "dsa": DSAParams,
+        "sparse": SparseParams,
+        "sparse_index": IndexParams,
+        "state": StateParams,
+        "none": NoParams,
+    }
 )
 """The shape struct of each kind that core's families produce."""
 
 CORE_KINDS = frozenset({"mha", "mla", "dsa", "sparse_index", "state"})
-"""Kinds that belong to the core: hardware and variants may claim them, a family may not."""
+"""Kinds of pools that belong to the core: hardware and variants may claim them, a family may not."""
 
 
 class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 
 from kvdock.allocators.base import Allocator
+from kvdock.demand import request_columns
 from kvdock.device import DeviceInfo
 from kvdock.errors import KVDockError, PlanError, PluginError, UnsupportedCombination, nearest
-from kvdock.families import groups as families_groups
 from kvdock.features import FEATURE_OPTIONS, features_asked
 from kvdock.layout import REQUESTS, TARGET, Buffer, LayerGroup, Space
 from kvdock.model import ModelSpec
@@ -34,6 +34,7 @@ from kvdock.queries import (
 )
 from kvdock.requests.base import RequestPool
 from kvdock.sizing import ordered
+from kvdock.storages import fits_pages
 
 ENGINE_FACTS = frozenset(
     {
@@ -349,6 +350,8 @@ class _Builder:
             return None
         name = group.name if group is not None else f"{worker} router"
         buffers = _declared(cls, query, name, decision.plugin, spaces)
+        if group is not None and "page_major" in asked:
+            buffers = _in_pages(buffers, spaces[group.space])
         return PoolChoice(name=name, plugin=decision.plugin, query=query, cls=cls, buffers=buffers)
 
     def choose_allocators(
@@ -381,13 +384,23 @@ class _Builder:
         """Choose the request pool."""
         if REQUESTS not in spaces:
             raise PluginError("no plugin declares the space 'requests'; every plan has request rows")
-        columns = families_groups.request_columns(self.base)
+        columns = request_columns(self.base)
         query = self.query(RequestQuery, spaces=spaces, groups=groups, columns=columns)
         asked = features_asked(query, "request_pool")
         cls, decision = resolve.request_pool_cls(self.registry, query, asked, self.prefer)
         self.decisions.append(decision)
         buffers = _declared(cls, query, "request pool", decision.plugin, spaces)
         return RequestChoice(name="request pool", plugin=decision.plugin, query=query, cls=cls, buffers=buffers)
+
+
+def _in_pages(buffers: tuple[Buffer, ...], space: Space) -> tuple[Buffer, ...]:
+    """Return the buffers with those that a page of the group's space can hold in one byte buffer."""
+    return tuple(
+        msgspec.structs.replace(buffer, storage="pages", stacked=False)
+        if buffer.is_kv and fits_pages(buffer, space)
+        else buffer
+        for buffer in buffers
+    )
 
 
 def _own(group: LayerGroup, worker: str) -> LayerGroup:

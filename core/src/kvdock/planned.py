@@ -25,7 +25,8 @@ class Parts(msgspec.Struct, frozen=True, kw_only=True):
     `tensors` are the class's own, by buffer name; `sizes` the usable slots of each space; `pools` the
     pools of the groups (for a pool that routes), `allocators` the inner ones (for a composite),
     `allocator` and `request_pool` those that the engine uses (for pools that read their maps). An inner
-    allocator whose slots are not those of the request table gets no `request_pool`.
+    allocator whose slots are not those of the request table gets no `request_pool`. `group` is the
+    `torch.distributed` process group that `build` was given, for pools whose ranks read from each other.
     """
 
     tensors: Tensors
@@ -37,6 +38,7 @@ class Parts(msgspec.Struct, frozen=True, kw_only=True):
     allocators: Mapping[str, Allocator] = {}
     allocator: Allocator | None = None
     request_pool: RequestPool | None = None
+    group: Any = None
 
 
 class Planned:

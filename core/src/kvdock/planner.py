@@ -16,16 +16,16 @@ from kvdock.layout import MAX_SLOTS, REQUESTS, Buffer, round_up
 from kvdock.limits import Limit, find_limits, limit_warnings
 from kvdock.model import ModelSpec
 from kvdock.options import CacheOptions, Parallelism, ResolvedOptions
-from kvdock.outline import Choice, Outline, draw_outline
+from kvdock.outline import Outline, draw_outline
 from kvdock.sizing import (
     Problem,
     Solution,
     Solver,
-    buffer_nbytes,
     largest,
     token_factors,
     total_nbytes,
 )
+from kvdock.storages import bytes_of
 
 if TYPE_CHECKING:
     from kvdock.plugins.loading import Registry
@@ -40,7 +40,10 @@ class ClassRef(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BufferPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """A buffer with its size: `tensors` tensors of `shape` (rows first), `nbytes` in all with every rounding."""
+    """A buffer with its size: `tensors` tensors of `shape` (rows first), `nbytes` in all with every rounding.
+
+    `storage` names the memory that it shares with other buffers, page by page or lying over them; empty: its own.
+    """
 
     name: str
     owner: str
@@ -54,6 +57,7 @@ class BufferPlan(msgspec.Struct, frozen=True, kw_only=True):
     tensors: int
     nbytes: int
     is_kv: bool
+    storage: str = ""
 
 
 class GroupPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -364,11 +368,9 @@ class _Charge:
         Raises:
             BudgetError: always then; gives the bytes and the number that fits.
         """
-        tables = sum(
-            buffer_nbytes(b, requests, self.problem.granularity_bytes)
-            for b in self.problem.buffers
-            if b.space == REQUESTS and b.memory == "device"
-        )
+        own = [b for b in self.problem.buffers if b.space == REQUESTS and b.memory == "device"]
+        sizes = {REQUESTS: requests}
+        tables = sum(bytes_of(own, self.problem.spaces, sizes, self.problem.granularity_bytes))
         needed = self.nbytes(requests, self.problem.page_size)
         if not tables or needed <= self.budget_bytes:
             return
@@ -391,7 +393,7 @@ def _assemble(
     cap_tokens: int | None,
 ) -> CachePlan:
     sizes = solution.sizes
-    plans = {choice.name: _buffer_plans(choice, problem, sizes) for choice in outline.choices}
+    plans = _buffer_plans(outline, problem, sizes)
     tokens = sizes[outline.numbering] if outline.numbering else solution.tokens
     visible = tokens * outline.parallel.dcp_size
     limits = find_limits(outline, solution, visible)
@@ -424,11 +426,16 @@ def _ref(choice: Any) -> ClassRef:
     return ClassRef(plugin=choice.plugin, name=choice.cls.__name__)
 
 
-def _buffer_plans(choice: Choice, problem: Problem, sizes: dict[str, int]) -> tuple[BufferPlan, ...]:
-    return tuple(_buffer_plan(buffer, problem, sizes) for buffer in choice.buffers)
+def _buffer_plans(outline: Outline, problem: Problem, sizes: dict[str, int]) -> dict[str, tuple[BufferPlan, ...]]:
+    """Return the buffers of each choice with their sizes."""
+    found = iter(bytes_of(outline.buffers, problem.spaces, sizes, problem.granularity_bytes))
+    return {
+        choice.name: tuple(_buffer_plan(buffer, problem, sizes, next(found)) for buffer in choice.buffers)
+        for choice in outline.choices
+    }
 
 
-def _buffer_plan(buffer: Buffer, problem: Problem, sizes: dict[str, int]) -> BufferPlan:
+def _buffer_plan(buffer: Buffer, problem: Problem, sizes: dict[str, int], nbytes: int) -> BufferPlan:
     count = buffer.units_in(problem.spaces, sizes)
     stacked = (len(buffer.layers),) if buffer.stacked else ()
     return BufferPlan(
@@ -442,7 +449,8 @@ def _buffer_plan(buffer: Buffer, problem: Problem, sizes: dict[str, int]) -> Buf
         dtype=buffer.dtype,
         memory=buffer.memory,
         tensors=buffer.tensors,
-        nbytes=buffer_nbytes(buffer, count, problem.granularity_bytes),
+        nbytes=nbytes,
+        storage=f"{buffer.owner} pages" if buffer.storage else buffer.overlay,
         is_kv=buffer.is_kv,
     )
 

@@ -13,7 +13,8 @@ from fractions import Fraction
 import msgspec
 
 from kvdock.errors import BudgetError, PlanError
-from kvdock.layout import MAX_SLOTS, REQUESTS, TOKENS, Buffer, SizeRule, Space, round_up
+from kvdock.layout import MAX_SLOTS, REQUESTS, TOKENS, Buffer, SizeRule, Space
+from kvdock.storages import bytes_of
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,20 +66,11 @@ def _refuse_order(waiting: Mapping[str, Space], spaces: Mapping[str, Space]) -> 
     raise PlanError(f"the spaces {', '.join(sorted(waiting))} follow each other in a circle")
 
 
-def buffer_nbytes(buffer: Buffer, count: int, granularity_bytes: int = 1) -> int:
-    """Return the bytes of all tensors of `buffer` with `count` units, each rounded to the granularity."""
-    step = granularity_bytes if buffer.memory == "device" else 1
-    return buffer.tensors * round_up(buffer.tensor_nbytes(count), step)
-
-
 def total_nbytes(problem: Problem, sizes: Mapping[str, int], memory: Iterable[str] = ("device",)) -> int:
     """Return the bytes of every buffer in `memory` at these sizes."""
     kinds = frozenset(memory)
-    return sum(
-        buffer_nbytes(buffer, buffer.units_in(problem.spaces, sizes), problem.granularity_bytes)
-        for buffer in problem.buffers
-        if buffer.memory in kinds
-    )
+    chosen = [buffer for buffer in problem.buffers if buffer.memory in kinds]
+    return sum(bytes_of(chosen, problem.spaces, sizes, problem.granularity_bytes))
 
 
 class Solver:
@@ -105,8 +97,7 @@ class Solver:
         size = max(rule.at_least, _rounded(rule, known.get(rule.of, 0), known.get(REQUESTS, 0)))
         if rule.at_most is not None:
             size = min(size, rule.at_most)
-        if rule.at_most_of is not None:
-            of, (numerator, denominator) = rule.at_most_of
+        for of, (numerator, denominator) in rule.at_most_of:
             size = min(size, known[of] * numerator // denominator)
         if space.name in self.share_caps:
             size = min(size, self.share_caps[space.name])
@@ -120,10 +111,7 @@ class Solver:
 
         def fits(size: int) -> bool:
             sizes = {space.name: size}
-            spent = sum(
-                buffer_nbytes(b, b.units_in(self.problem.spaces, sizes), self.problem.granularity_bytes) for b in own
-            )
-            return spent <= allowed
+            return sum(bytes_of(own, self.problem.spaces, sizes, self.problem.granularity_bytes)) <= allowed
 
         return max(space.rule.needs, largest(fits, 0, MAX_SLOTS)) if own else MAX_SLOTS
 

@@ -2,6 +2,7 @@
 
 import msgspec
 import pytest
+from kvdock import demand
 from kvdock.device import DeviceInfo
 from kvdock.errors import PlanError
 from kvdock.families import groups
@@ -196,7 +197,7 @@ def test_a_request_needs_two_tokens(published):
 def test_a_hybrids_sliding_space_follows_the_full_one_by_the_ratio(published):
     swa = declared(published("gpt-oss-20b"))["swa"]
     assert (swa.rule.of, swa.rule.per_token, swa.rule.round) == ("full", (4, 5), "down")
-    assert swa.rule.at_most_of == ("full", (1, 1))
+    assert swa.rule.at_most_of == (("full", (1, 1)),)
     assert swa.window_tokens == 127
     assert swa.rule.needs == 129  # more than window + page
     assert "swa_full_tokens_ratio" in swa.options
@@ -285,7 +286,7 @@ def test_known_requests_without_a_prefix_cache_cap_the_sliding_slots(published):
     assert swa.rule.fixed == 2 * 8192 + 64
     assert swa.rule.per_request[0] * 64 + swa.rule.fixed == 40_960
     assert (swa.rule.per_token, swa.rule.round, swa.rule.round_to) == ((0, 1), "up", 64)
-    assert swa.rule.at_most_of == ("full", (1, 1))
+    assert swa.rule.at_most_of == (("full", (1, 1)),)
     assert "swa_full_tokens_ratio" not in swa.options
 
 
@@ -331,7 +332,7 @@ def test_the_automatic_request_limit_follows_the_tokens(published):
         per_token=(512, 131072),
         at_least=2048,
         at_most=4096,
-        at_most_of=("tokens", (1, 2)),
+        at_most_of=(("tokens", (1, 2)),),
         at_most_share=(1, 16),
         needs=1,
     )
@@ -341,7 +342,7 @@ def test_the_automatic_request_limit_follows_the_tokens(published):
 
 def test_a_given_request_limit_is_taken_outright(published):
     rule = declared(published("llama-3.1-8b"), max_running_requests=100)["requests"].rule
-    assert rule == SizeRule(fixed=100, at_most_of=("tokens", (1, 2)), needs=1)
+    assert rule == SizeRule(fixed=100, at_most_of=(("tokens", (1, 2)),), needs=1)
 
 
 @pytest.mark.parametrize(("dp_attention", "limit"), [(True, 16), (False, 128)])
@@ -379,4 +380,4 @@ EAGLE = {"speculative_algorithm": "EAGLE", "speculative_num_steps": 3, "speculat
     ],
 )
 def test_a_request_row_has_room_for_its_context_and_its_drafts(published, options, columns):
-    assert groups.request_columns(state_query(published("llama-3.1-8b"), **options)) == columns
+    assert demand.request_columns(state_query(published("llama-3.1-8b"), **options)) == columns

@@ -199,8 +199,8 @@ def test_a_kind_of_the_core_cannot_be_redefined(registry, kind):
 
 
 def test_the_core_may_define_kinds(registry):
-    registry.add(plugin_with(layer_params={"state": Kind}), name="core", tier="core")
-    assert registry.layer_params()["state"] is Kind
+    registry.add(plugin_with(layer_params={"wave": Kind}), name="core", tier="core")
+    assert registry.layer_params()["wave"] is Kind
 
 
 def test_a_kind_of_another_plugin_cannot_be_redefined(registry):

@@ -5,7 +5,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from kvdock.pools import MHAPool, MLAPool  # noqa: E402
-from kvdock.sizing import buffer_nbytes  # noqa: E402
+from kvdock.storages import bytes_of  # noqa: E402
 
 PAGES = [1, 3, 16, 64, 256]
 WIDTHS = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}
@@ -13,7 +13,7 @@ WIDTHS = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8_e4m3": 1, "fp8_e5m2": 
 
 def declared(cls, query, tokens):
     sizes = {"full": tokens, "swa": tokens}
-    return sum(buffer_nbytes(buffer, buffer.units_in(query.spaces, sizes)) for buffer in cls.buffers(query))
+    return sum(bytes_of(cls.buffers(query), query.spaces, sizes))
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])

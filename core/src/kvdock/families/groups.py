@@ -8,25 +8,39 @@ length down it sees everything and counts as full.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
+import msgspec
+
+from kvdock.demand import (
+    MAX_REQUESTS,
+    MIN_REQUESTS,
+    alloc_len_per_decode,
+    decode_extra_rows,
+    draft_tokens,
+    page_size_of,
+    requests_per_worker,
+    state_slots_per_request,
+)
 from kvdock.errors import PlanError
-from kvdock.layout import FULL, REQUESTS, SWA, TARGET, TOKENS, LayerGroup, SizeRule, Space, round_up
-from kvdock.model import LayerParams, LayerSpec
+from kvdock.families import states
+from kvdock.layout import FULL, REQUESTS, STATE, SWA, TARGET, TOKENS, LayerGroup, Ratio, SizeRule, Space, round_up
+from kvdock.model import IndexParams, LayerParams, LayerSpec, MHAParams, SparseParams
 from kvdock.options import exact_ratio
 from kvdock.queries import GroupQuery, Query, StateQuery
 
 NO_CACHE = "none"
 """Kind of a layer that keeps nothing."""
+SPARSE = "sparse"
+"""Kind of a layer that keeps keys and values, and an indexer's beside them."""
+
+_Key = tuple[str, str, LayerParams]
+"""What the layers of a group have in common: space, kind of pool, shape."""
 
 MIN_TOKENS = 2
 """Fewest tokens that serve one request: one to read and one to write."""
-MIN_REQUESTS, MAX_REQUESTS = 2048, 4096
 REQUESTS_PER_CONTEXT = 512
 """The automatic request limit allows this many requests for each context length of tokens."""
-EXTRA_COLUMNS = 4
-DECODE_REQUESTS_WITH_EXTRA = 32
-"""Up to this many requests a decode worker takes twice as many that still arrive."""
 
 
 def group_layers(query: GroupQuery) -> tuple[LayerGroup, ...]:
@@ -38,32 +52,31 @@ def group_layers(query: GroupQuery) -> tuple[LayerGroup, ...]:
     Raises:
         PlanError: a layer shares KV that another pipeline stage owns.
     """
-    members: dict[tuple[str, str, LayerParams], list[tuple[int, LayerSpec]]] = {}
-    home: dict[int, tuple[str, str, LayerParams]] = {}
+    members: dict[_Key, list[tuple[int, LayerSpec]]] = {}
+    home: dict[int, list[_Key]] = {}
     for layer_id, layer in query.layers:
         if layer.kind == NO_CACHE or layer.shares_kv_with is not None:
             continue
-        key = (_space_of(layer, query), layer.kind, layer.params)
-        members.setdefault(key, []).append((layer_id, layer))
-        home[layer_id] = key
+        for part in _parts(layer):
+            key = (_space_of(layer, query), part.kind, part.params)
+            members.setdefault(key, []).append((layer_id, part))
+            home.setdefault(layer_id, []).append(key)
     shared = _shared(query.layers, home)
-    names = _names(key[0] for key in members)
+    names = _names(members)
     return tuple(
         LayerGroup(
             name=name,
             kind=kind,
             space=space,
             layers=tuple(layers),
-            shared=tuple(pair for pair in shared if home[pair[1]] == (space, kind, params)),
+            shared=tuple(pair for pair in shared if (space, kind, params) in home[pair[1]]),
             worker=query.worker,
         )
         for name, ((space, kind, params), layers) in zip(names, members.items(), strict=True)
     )
 
 
-def _shared(
-    layers: Iterable[tuple[int, LayerSpec]], home: dict[int, tuple[str, str, LayerParams]]
-) -> list[tuple[int, int]]:
+def _shared(layers: Iterable[tuple[int, LayerSpec]], home: Mapping[int, list[_Key]]) -> list[tuple[int, int]]:
     """Return pairs of a layer without KV of its own and the layer whose KV it reads."""
     pairs = []
     for layer_id, layer in layers:
@@ -79,13 +92,25 @@ def _shared(
     return pairs
 
 
-def _names(spaces: Iterable[str]) -> list[str]:
+def _parts(layer: LayerSpec) -> tuple[LayerSpec, ...]:
+    """Return what a layer keeps, kind by kind: a sparse layer keeps keys and values, and beside them its indexer's."""
+    params = layer.params
+    if layer.kind != SPARSE or not isinstance(params, SparseParams):
+        return (layer,)
+    heads = MHAParams(num_kv_heads=params.num_kv_heads, head_dim=params.head_dim, v_head_dim=params.v_head_dim)
+    index = IndexParams(index_head_dim=params.index_head_dim, index_value=params.index_value)
+    replace = msgspec.structs.replace
+    return replace(layer, kind="mha", params=heads), replace(layer, kind="sparse_index", params=index)
+
+
+def _names(keys: Iterable[_Key]) -> list[str]:
     seen: dict[str, int] = {}
     names = []
-    for space in spaces:
-        count = seen.get(space, 0)
-        names.append(f"{space}.{count}" if count else space)
-        seen[space] = count + 1
+    for space, kind, _ in keys:
+        name = f"{space}.index" if kind == "sparse_index" else space
+        count = seen.get(name, 0)
+        names.append(f"{name}.{count}" if count else name)
+        seen[name] = count + 1
     return names
 
 
@@ -100,6 +125,8 @@ def slides(layer: LayerSpec, context_length: int, hybrid_swa: str | None) -> boo
 def _space_of(layer: LayerSpec, query: GroupQuery) -> str:
     target, option = query.target, query.options.hybrid_swa
     context = query.options.context_length or target.context_length
+    if layer.kind == states.KIND:
+        return STATE
     if not slides(layer, context, option):
         return FULL
     beside = query.worker == TARGET or any(slides(other, context, option) for other in target.layers)
@@ -107,7 +134,7 @@ def _space_of(layer: LayerSpec, query: GroupQuery) -> str:
 
 
 def spaces(query: StateQuery) -> dict[str, Space]:
-    """Return the spaces ``full``, ``swa`` and ``requests`` where this plan needs them.
+    """Return the spaces ``full``, ``swa``, ``state`` and ``requests`` where this plan needs them.
 
     What the model has counts, not what this rank owns of it: all ranks number their slots alike.
 
@@ -121,15 +148,18 @@ def spaces(query: StateQuery) -> dict[str, Space]:
     if SWA in used:
         window = _window(query)
         declared[SWA] = _sliding(query, window) if FULL in used else _only_sliding(query, window)
+    if STATE in used:
+        declared[STATE] = states.state_space(query)
     return declared
 
 
 def _spaces_used(query: StateQuery) -> set[str]:
     used = {group.space for group in query.groups}
-    if used <= {FULL, SWA}:
+    if used <= {FULL, SWA, STATE}:
         context, option = query.context_length, query.options.hybrid_swa
-        layers = [layer for layer in query.model.layers if layer.kind != NO_CACHE]
+        layers = [layer for layer in query.model.layers if layer.kind not in (NO_CACHE, states.KIND)]
         used |= {SWA if slides(layer, context, option) else FULL for layer in layers}
+        used |= {STATE} if states.has_states(query) else set()
     return used
 
 
@@ -139,11 +169,6 @@ def _window(query: StateQuery) -> int:
     found = [layer.window_tokens for layer in query.model.layers if slides(layer, context, option)]
     found += [layer.window_tokens for group in query.groups if group.space == SWA for _, layer in group.layers]
     return max(window for window in found if window is not None)
-
-
-def page_size_of(query: Query) -> int:
-    """Return the tokens a page of the spaces in which tokens are numbered."""
-    return query.options.page_size or 1
 
 
 def _full(query: StateQuery) -> Space:
@@ -169,7 +194,7 @@ def _sliding(query: StateQuery, window: int) -> Space:
         rule = SizeRule(
             per_request=(window_tokens_per_request(query, window), 1),
             fixed=_tokens_in_flight(query, window),
-            at_most_of=(FULL, (1, 1)),
+            at_most_of=((FULL, (1, 1)),),
             round="up",
             round_to=page,
             needs=needs,
@@ -177,7 +202,9 @@ def _sliding(query: StateQuery, window: int) -> Space:
         options: tuple[str, ...] = (*common, *_CAP_OPTIONS)
     else:
         ratio = exact_ratio(query.options.swa_full_tokens_ratio or 1)
-        rule = SizeRule(per_token=ratio, of=FULL, at_most_of=(FULL, (1, 1)), round="down", round_to=page, needs=needs)
+        rule = SizeRule(
+            per_token=ratio, of=FULL, at_most_of=((FULL, (1, 1)),), round="down", round_to=page, needs=needs
+        )
         options = (*common, "swa_full_tokens_ratio")
     return Space(name=SWA, rule=rule, page_size=page, window_tokens=window, options=options)
 
@@ -250,76 +277,21 @@ def _tokens_in_flight(query: Query, window_tokens: int) -> int:
 
 def _requests(query: StateQuery) -> Space:
     """Return the space of request rows: the user's limit, or what the tokens are worth within a share of the budget."""
-    half = (TOKENS, (1, 2))
+    caps: tuple[tuple[str, Ratio], ...] = ((TOKENS, (1, 2)),)
+    if states.rule_is_fixed(query):
+        caps += ((STATE, (1, state_slots_per_request(query))),)
     limit = requests_per_worker(query)
     if limit is not None:
-        rule = SizeRule(fixed=limit, at_most_of=half, needs=1)
+        rule = SizeRule(fixed=limit, at_most_of=caps, needs=1)
         options: tuple[str, ...] = ("max_running_requests",)
     else:
         rule = SizeRule(
             per_token=(REQUESTS_PER_CONTEXT, query.context_length),
             at_least=MIN_REQUESTS,
             at_most=MAX_REQUESTS,
-            at_most_of=half,
+            at_most_of=caps,
             at_most_share=exact_ratio(query.options.request_table_share or 1),
             needs=1,
         )
         options = ("context_length", "request_table_share")
     return Space(name=REQUESTS, rule=rule, issued_by="request_pool", options=options)
-
-
-def requests_per_worker(query: Query) -> int | None:
-    """Return the user's request limit of one worker: divided over the workers under DP attention; or ``None``.
-
-    Raises:
-        PlanError: the division leaves none; names both numbers.
-    """
-    asked, parallel = query.options.max_running_requests, query.parallel
-    if asked is None:
-        return None
-    workers = parallel.dp_size if parallel.dp_attention else 1
-    if asked < workers:
-        raise PlanError(
-            f"max_running_requests={asked} over dp_size={workers} leaves no request for a worker; "
-            f"give max_running_requests={workers} or more, or a smaller dp_size"
-        )
-    return asked // workers
-
-
-def decode_extra_rows(query: Query) -> int:
-    """Return the rows of requests whose KV is still arriving at a decode worker; 0 in other roles."""
-    options = query.options
-    if options.role != "decode":
-        return 0
-    if options.decode_extra_slots is not None:
-        return options.decode_extra_slots
-    limit = requests_per_worker(query)
-    return 2 * limit if limit is not None and limit <= DECODE_REQUESTS_WITH_EXTRA else 0
-
-
-def draft_tokens(query: Query) -> int:
-    """Return the tokens that one speculative step verifies: the option, else a chain of its steps; 0 without."""
-    options = query.options
-    if options.speculative_algorithm is None:
-        return 0
-    chain = (options.speculative_num_steps or 0) * (options.speculative_topk or 1) + 1
-    return options.speculative_num_draft_tokens or chain
-
-
-def alloc_len_per_decode(query: Query) -> int:
-    """Return the slots that one speculative step takes of a request row; branches on pages of their own are rounded."""
-    options, page = query.options, page_size_of(query)
-    steps, topk = options.speculative_num_steps or 0, options.speculative_topk or 1
-    if page > 1 and topk > 1:
-        # A branch may start at the last slot of a page: it takes the rest of that page as well.
-        return max(-(-(page - 1 + steps) // page) * page * topk, draft_tokens(query))
-    return max(steps * topk, draft_tokens(query))
-
-
-def request_columns(query: Query) -> int:
-    """Return the columns of a request row: the context and room for drafts that run past it."""
-    page = page_size_of(query)
-    extra = EXTRA_COLUMNS + draft_tokens(query)
-    if query.options.speculative_algorithm is not None and page > 1:
-        extra = max(extra, 2 * alloc_len_per_decode(query) + page - 1)
-    return query.context_length + extra

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, runtime_checkable
 
 import msgspec
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 class BufferInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Where one layer's tensor of one buffer lies, for transfer engines.
 
-    `pointer` is its address, `nbytes` its length, `item_nbytes` the bytes of one page (of one row for
-    buffers that are not paged), `layer_id` the global layer (``None``: no layer), `role` what it holds
-    (``key``, ``value``, ``latent``, ``scale`` …), `space` the numbering of its pages or rows.
+    Item i, a page (a row for buffers that are not paged), is the `item_nbytes` bytes at ``pointer + i ·
+    stride_nbytes``; `nbytes` is what all items take. `layer_id` is the global layer (``None``: no layer),
+    `role` what it holds (``key``, ``value``, ``latent``, ``scale`` …), `space` the numbering of its items.
     """
 
     name: str
@@ -32,7 +32,24 @@ class BufferInfo(msgspec.Struct, frozen=True, kw_only=True):
     pointer: int
     nbytes: int
     item_nbytes: int
+    stride_nbytes: int
     space: str | None = None
+
+
+class Region(msgspec.Struct, frozen=True, kw_only=True):
+    """Memory that a transfer moves item by item without gaps: `nbytes` from `pointer`, `item_nbytes` an item."""
+
+    pointer: int
+    nbytes: int
+    item_nbytes: int
+
+
+@runtime_checkable
+class LayerTransfer(Protocol):
+    """A transfer in progress that fills a pool layer by layer."""
+
+    def wait_until(self, layer_id: int) -> None:
+        """Return when the layer (its global id) has arrived."""
 
 
 class Pool(Planned, abc.ABC):
@@ -45,11 +62,33 @@ class Pool(Planned, abc.ABC):
     owns is left behind.
     """
 
-    transfer_kind: ClassVar[Literal["kv_pairs", "flat"]] = "flat"
+    layer_pairs: ClassVar[bool] = False
+    """Whether a layer's keys and values are two tensors of the same pages."""
 
     def __init__(self, query: PoolQuery, parts: Parts) -> None:
         self.query = query
         self.parts = parts
+        self._transfer: LayerTransfer | None = None
+
+    @property
+    def transfer_kind(self) -> Literal["kv_pairs", "flat", "pages"]:
+        """How `regions` are to be read.
+
+        ``kv_pairs``: the keys of each layer, then the values of each; ``flat``: one after the other as
+        `buffer_infos` lists them; ``pages``: one byte buffer whose items hold every layer.
+        """
+        if any(buffer.storage for buffer in self.parts.tensors.buffers):
+            return "pages"
+        return "kv_pairs" if self.layer_pairs else "flat"
+
+    def register_layer_transfer(self, transfer: LayerTransfer | None) -> None:
+        """Let every read of a layer wait for `transfer` first; ``None``: nothing is in progress any more."""
+        self._transfer = transfer
+
+    def wait_for_layer(self, layer_id: int) -> None:
+        """Return when the transfer in progress, if any, has brought this layer."""
+        if self._transfer is not None:
+            self._transfer.wait_until(layer_id)
 
     @classmethod
     @abc.abstractmethod
@@ -149,14 +188,23 @@ class Pool(Planned, abc.ABC):
     def storages(self) -> list[torch.Tensor]:
         """Return every tensor that this pool owns or routes to, for counting bytes."""
 
+    def regions(self) -> list[Region]:
+        """Return the memory behind `buffer_infos` for a transfer of whole pages; `transfer_kind` says how it is cut."""
+        return [Region(pointer=i.pointer, nbytes=i.nbytes, item_nbytes=i.item_nbytes) for i in self.buffer_infos()]
+
+    def state_infos(self) -> list[BufferInfo]:
+        """Describe every tensor of per-request states; an item is a state slot. Empty for pools without states."""
+        return []
+
     def get_contiguous_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
-        """Return pointers, lengths and bytes per page of every per-token tensor, in the order of `buffer_infos`."""
-        infos = self.buffer_infos()
-        return [i.pointer for i in infos], [i.nbytes for i in infos], [i.item_nbytes for i in infos]
+        """Return pointers, lengths and bytes per page of `regions`."""
+        regions = self.regions()
+        return [r.pointer for r in regions], [r.nbytes for r in regions], [r.item_nbytes for r in regions]
 
     def get_state_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
-        """Return the same for per-request states; pools without states return three empty lists."""
-        return [], [], []
+        """Return pointers, lengths and bytes per slot of `state_infos`; three empty lists without states."""
+        infos = self.state_infos()
+        return [i.pointer for i in infos], [i.nbytes for i in infos], [i.item_nbytes for i in infos]
 
     @property
     def mem_usage(self) -> int:

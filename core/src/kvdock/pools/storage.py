@@ -1,6 +1,6 @@
-"""Where buffers lie: declared `Buffer` structs become tensors, a tensor per layer.
+"""Where buffers lie: declared `Buffer` structs become tensors, whatever their arrangement.
 
-`allocate` takes exactly the bytes that a `Buffer` declares; pools read their tensors through `Tensors`,
+`allocate` takes exactly the bytes that `storages.bytes_of` counts; pools read their tensors through `Tensors`,
 as rows or as views ``[pages, page_size, *shape]`` with strides.
 """
 
@@ -15,43 +15,47 @@ import msgspec
 from kvdock import dtypes
 from kvdock.errors import BuildError, SlotError
 from kvdock.layout import Buffer, Space, Unit, round_up
+from kvdock.storages import PageLayout, bytes_of, lay_pages
 
 if TYPE_CHECKING:
     import torch
 
 
 class Placed(msgspec.Struct, frozen=True, kw_only=True):
-    """A buffer in memory: its raw byte tensors and a view ``[rows, *shape]`` per layer.
+    """A buffer in memory: its raw byte tensors and views per layer, as rows and as pages.
 
-    The views are in the order of ``buffer.layers``; a buffer without layers has one. `page_size` is 1 for
-    buffers whose rows are pages or count nothing.
+    Views are in the order of ``buffer.layers``; a buffer without layers has one. `rows` are ``[rows, *shape]``
+    (none where pages of several rows lie apart), `pages` ``[pages, page_size, *shape]`` for buffers that are
+    counted in slots, and their rows otherwise.
     """
 
     buffer: Buffer
     raw: tuple[torch.Tensor, ...]
-    views: tuple[torch.Tensor, ...]
-    page_size: int = 1
+    rows: tuple[torch.Tensor, ...]
+    pages: tuple[torch.Tensor, ...]
 
-    def view(self, layer_id: int | None) -> torch.Tensor:
-        """Return the rows of one layer.
+    def view(self, views: tuple[torch.Tensor, ...], layer_id: int | None) -> torch.Tensor:
+        """Return the one of `views` that belongs to a layer.
 
         Raises:
             SlotError: the buffer has no tensor for this layer, or one per layer and none is named.
         """
         layers = self.buffer.layers
-        if layer_id is None and len(self.views) == 1:
-            return self.views[0]
+        if layer_id is None and len(views) == 1:
+            return views[0]
         if layer_id not in layers:
             held = f"it holds the layers {list(layers)}" if layers else "it belongs to no layer"
             raise SlotError(f"buffer {self.buffer.name!r} has no tensor for layer {layer_id}; {held}")
-        return self.views[layers.index(layer_id)]
+        return views[layers.index(layer_id)]
 
 
 class Tensors:
     """The tensors of one pool, allocator or request pool, by buffer name."""
 
-    def __init__(self, placed: Sequence[Placed]) -> None:
+    def __init__(self, placed: Sequence[Placed], page_layout: PageLayout | None = None) -> None:
         self._placed = {part.buffer.name: part for part in placed}
+        self.page_layout = page_layout
+        """Where blocks lie in the byte buffer of the buffers that share one; ``None``: none do."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -67,9 +71,12 @@ class Tensors:
         """Return the view ``[rows, *shape]`` of a buffer; `layer_id` may be left out if it has one tensor.
 
         Raises:
-            SlotError: no such buffer, or no tensor for this layer.
+            SlotError: no such buffer, no tensor for this layer, or its pages of several rows lie apart.
         """
-        return self._find(name).view(layer_id)
+        part = self._find(name)
+        if not part.rows:
+            raise SlotError(f"buffer {name!r} lies page by page, so its rows are no one view; read it with paged()")
+        return part.view(part.rows, layer_id)
 
     def paged(self, name: str, layer_id: int | None = None) -> torch.Tensor:
         """Return the same memory as ``[pages, page_size, *shape]``; for buffers that are counted in slots.
@@ -78,13 +85,12 @@ class Tensors:
             SlotError: no such buffer, or no tensor for this layer.
         """
         part = self._find(name)
-        view, page_size = part.view(layer_id), part.page_size
-        pages = view.shape[0] // page_size
-        return view[: pages * page_size].view(pages, page_size, *view.shape[1:])
+        return part.view(part.pages, layer_id)
 
     def storages(self, memory: str | None = None) -> list[torch.Tensor]:
-        """Return the raw byte tensors, all or those in ``device``, ``host`` or ``pinned`` memory."""
-        return [raw for part in self._placed.values() if memory in (None, part.buffer.memory) for raw in part.raw]
+        """Return the raw byte tensors, each once: all, or those in ``device``, ``host`` or ``pinned`` memory."""
+        found = [raw for part in self._placed.values() if memory in (None, part.buffer.memory) for raw in part.raw]
+        return list({id(raw): raw for raw in found}.values())
 
     def storages_of(self, name: str) -> list[torch.Tensor]:
         """Return the raw byte tensors of one buffer."""
@@ -107,18 +113,45 @@ def allocate(
     spaces: Mapping[str, Space],
     device: torch.device,
     granularity_bytes: int = 1,
+    overlays: Mapping[str, torch.Tensor] | None = None,
 ) -> Tensors:
     """Return zeroed tensors for `buffers`: on `device`, or on the host for those that ask for it.
 
     Each device tensor takes its declared bytes rounded up to `granularity_bytes`. On the ``meta`` device
-    no device memory is taken; host buffers are real everywhere.
+    no device memory is taken; host buffers are real everywhere. Buffers of one owner that share a byte
+    buffer get views of it; `overlays` holds the memory of those that lie over others'.
 
     Raises:
         BuildError: the memory is not there, or a buffer cannot be laid out.
     """
-    return Tensors(
-        [_place(buffer, buffer.units_in(spaces, sizes), spaces, device, granularity_bytes) for buffer in buffers]
-    )
+    paged = [buffer for buffer in buffers if buffer.storage]
+    layout, shared = _page_storage(paged, sizes, spaces, device, granularity_bytes) if paged else (None, {})
+    placed = []
+    for buffer in buffers:
+        if buffer.name in shared:
+            placed.append(shared[buffer.name])
+            continue
+        units = buffer.units_in(spaces, sizes)
+        raw = (overlays or {}).get(buffer.overlay)
+        step = granularity_bytes if buffer.memory == "device" else 1
+        placed.append(_place(buffer, units, spaces, device, step, raw))
+    return Tensors(placed, layout)
+
+
+def allocate_overlays(
+    buffers: Sequence[Buffer],
+    sizes: Mapping[str, int],
+    spaces: Mapping[str, Space],
+    device: torch.device,
+    granularity_bytes: int = 1,
+) -> dict[str, torch.Tensor]:
+    """Return the memory under buffers that lie over each other, by name; as large as the largest."""
+    over = [buffer for buffer in buffers if buffer.overlay]
+    found: dict[str, torch.Tensor] = {}
+    for buffer, nbytes in zip(over, bytes_of(over, spaces, sizes, granularity_bytes), strict=True):
+        if nbytes:
+            found[buffer.overlay] = zeros(buffer, nbytes, device)
+    return found
 
 
 def unique_storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
@@ -131,18 +164,71 @@ def unique_storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
 
 
 def _place(
-    buffer: Buffer, units: int, spaces: Mapping[str, Space], device: torch.device, granularity_bytes: int
+    buffer: Buffer,
+    units: int,
+    spaces: Mapping[str, Space],
+    device: torch.device,
+    step: int,
+    raw: torch.Tensor | None = None,
 ) -> Placed:
-    """Allocate one buffer and make its views."""
+    """Make the views of one buffer, in memory of its own unless `raw` is given."""
     width = _checked_width(buffer)
-    step = granularity_bytes if buffer.memory == "device" else 1
     nbytes = round_up(buffer.tensor_nbytes(units), step)
-    raw = tuple(_zeros(buffer, nbytes, device) for _ in range(buffer.tensors))
-    wholes = [_typed(buffer, width, tensor, buffer.rows(units)) for tensor in raw]
-    views = tuple(view for whole in wholes for view in whole.unbind(0))
-    is_paged = buffer.space is not None and buffer.unit is Unit.SLOT
-    page_size = spaces[str(buffer.space)].page_size if is_paged else 1
-    return Placed(buffer=buffer, raw=raw, views=views, page_size=page_size)
+    own = (raw,) if raw is not None else tuple(zeros(buffer, nbytes, device) for _ in range(buffer.tensors))
+    wholes = [_typed(buffer, width, tensor, buffer.rows(units)) for tensor in own]
+    rows = tuple(view for whole in wholes for view in whole.unbind(0))
+    page_size = _page_size(buffer, spaces)
+    pages = tuple(_in_pages(view, page_size) for view in rows) if page_size else rows
+    return Placed(buffer=buffer, raw=own, rows=rows, pages=pages)
+
+
+def _page_size(buffer: Buffer, spaces: Mapping[str, Space]) -> int:
+    """Return the slots of a page for buffers that are counted in slots; 1 for those without a space, 0 for pages."""
+    if buffer.unit is not Unit.SLOT:
+        return 0
+    return 1 if buffer.space is None else spaces[buffer.space].page_size
+
+
+def _in_pages(view: torch.Tensor, page_size: int) -> torch.Tensor:
+    pages = view.shape[0] // page_size
+    return view[: pages * page_size].view(pages, page_size, *view.shape[1:])
+
+
+def _page_storage(
+    buffers: Sequence[Buffer],
+    sizes: Mapping[str, int],
+    spaces: Mapping[str, Space],
+    device: torch.device,
+    granularity_bytes: int,
+) -> tuple[PageLayout, dict[str, Placed]]:
+    """Allocate one byte buffer and return where its blocks lie, and each buffer's views of it."""
+    space = spaces[str(buffers[0].space)]
+    layout = lay_pages(buffers, space, sizes[space.name])
+    raw = zeros(buffers[0], round_up(layout.nbytes, granularity_bytes), device)
+    return layout, {buffer.name: _place_in_pages(buffer, layout, raw, space) for buffer in buffers}
+
+
+def _place_in_pages(buffer: Buffer, layout: PageLayout, raw: torch.Tensor, space: Space) -> Placed:
+    import torch
+
+    stored: torch.dtype = getattr(torch, dtypes.find(buffer.dtype).storage)
+    item = stored.itemsize
+    words = raw[: layout.nbytes].view(stored)
+    width, is_slot = _checked_width(buffer), buffer.unit is Unit.SLOT
+    shape = (layout.pages, space.page_size, *width) if is_slot else (layout.pages, *width)
+    inner = (buffer.row_nbytes // item,) if is_slot else ()
+    strides = (layout.page_nbytes // item, *inner, *_strides(width))
+    blocks = {block.layer_id: block.offset for block in layout.blocks if block.buffer == buffer.name}
+    offsets = [blocks[layer_id] // item for layer_id in buffer.layers or (None,)]
+    views = tuple(words.as_strided(shape, strides, offset) for offset in offsets)
+    if not is_slot:
+        return Placed(buffer=buffer, raw=(raw,), rows=views, pages=views)
+    rows = tuple(view[:, 0] for view in views) if space.page_size == 1 else ()
+    return Placed(buffer=buffer, raw=(raw,), rows=rows, pages=views)
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
 def _checked_width(buffer: Buffer) -> tuple[int, ...]:
@@ -168,7 +254,12 @@ def _checked_width(buffer: Buffer) -> tuple[int, ...]:
     return (*buffer.shape[:-1], last // stored.bits)
 
 
-def _zeros(buffer: Buffer, nbytes: int, device: torch.device) -> torch.Tensor:
+def zeros(buffer: Buffer, nbytes: int, device: torch.device) -> torch.Tensor:
+    """Return zeroed bytes for a buffer, where its kind of memory is.
+
+    Raises:
+        BuildError: the memory is not there.
+    """
     import torch
 
     on_host = buffer.memory != "device"
