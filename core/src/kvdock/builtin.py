@@ -18,6 +18,7 @@ from kvdock.families import groups
 from kvdock.hookspecs import CONTRACT, hookimpl
 from kvdock.layout import FULL, SWA, LayerGroup, Space
 from kvdock.model import ModelSpec
+from kvdock.objections import objections
 from kvdock.pools import IndexerPool, MHAPool, MLAPool, NoOpPool, PureSlidingPool, RoutedPool, SlidingPool
 from kvdock.queries import (
     AllocatorQuery,
@@ -75,6 +76,11 @@ class CorePlugin:
     def get_request_pool_cls(self, query: RequestQuery) -> type[RequestPool] | None:
         """Serve plain request tables."""
         return ReqToTokenPool
+
+    @hookimpl
+    def validate_plan(self, query: PlanQuery) -> tuple[str, ...]:
+        """Object to what no device can serve."""
+        return objections(query)
 
     @hookimpl
     def validate_prefill_only(self, query: PlanQuery) -> str | None:

@@ -163,6 +163,7 @@ def _buffers(plan: CachePlan) -> Iterator[str]:
     for buffer in plan.buffers:
         tensors = f"{buffer.tensors} x " if buffer.tensors > 1 else ""
         memory = "" if buffer.memory == "device" else f", {buffer.memory}"
+        memory += f", in {buffer.storage}" if buffer.storage else ""
         yield (
             f"{buffer.owner}: {buffer.name} ({buffer.role}): {tensors}{list(buffer.shape)} {buffer.dtype}, "
             f"{buffer.nbytes:,} bytes{memory}"

@@ -203,7 +203,7 @@ class KVDockSpecs:
         """
 
     @hookspec
-    def validate_prefill_only(self, query: PlanQuery) -> str | None:
+    def validate_prefill_only(self, query: PlanQuery) -> str | tuple[str, ...] | None:
         """Object to running prefill-only work without a KV cache; ``None`` means no objection.
 
         Called when `prefill_only_disable_kv_cache` is set. Every plugin is asked and all objections are
@@ -221,8 +221,8 @@ class KVDockSpecs:
         """
 
     @hookspec
-    def validate_plan(self, query: PlanQuery) -> str | None:
-        """Object to a plan: a page size, a layout, a device too old. ``None`` means no objection.
+    def validate_plan(self, query: PlanQuery) -> str | tuple[str, ...] | None:
+        """Object to a plan: a page size, a layout, a device too old; a tuple of several. ``None``: no objection.
 
         Called once per worker, before sizes are solved. Every plugin is asked and all objections are
         reported.

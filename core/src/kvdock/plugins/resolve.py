@@ -209,15 +209,14 @@ def objections(registry: Registry, hook: str, query: PlanQuery) -> tuple[tuple[s
     """Return every objection with its plugin, from the core to the variants; `hook` is one of `VALIDATORS`.
 
     Raises:
-        PluginError: an answer is no text, or empty.
+        PluginError: an answer is neither text nor a tuple of texts, or empty.
     """
     if hook not in VALIDATORS:
         raise ValueError(f"{hook!r} does not validate; ask one of {', '.join(VALIDATORS)}")
     found = []
     for member, value in ask_all(registry, hook, TIERS, query=query):
-        if value is None:
-            continue
-        if not isinstance(value, str) or not value.strip():
-            raise wrong(member, hook, value, "the reason of an objection as text")
-        found.append((member.name, value))
+        reasons = () if value is None else value if isinstance(value, tuple) else (value,)
+        if not all(isinstance(reason, str) and reason.strip() for reason in reasons):
+            raise wrong(member, hook, value, "the reason of an objection as text, a tuple of several")
+        found += [(member.name, reason) for reason in reasons]
     return tuple(found)

@@ -11,7 +11,8 @@ from kvdock.allocators.debug import named_holders
 from kvdock.errors import PlanError, PluginError, SlotError
 from kvdock.layout import Buffer, LayerGroup, Unit
 from kvdock.planned import Parts
-from kvdock.pools.base import BufferInfo, Pool
+from kvdock.pools.base import BufferInfo, Pool, Region
+from kvdock.pools.storage import unique_storages
 from kvdock.queries import PoolQuery
 
 if TYPE_CHECKING:
@@ -150,6 +151,15 @@ class GroupedPool(Pool):
         """Describe each per-token tensor; an item is a page, and the padding page is part of the tensor."""
         return [self._info(buffer, layer_id) for buffer in self._counted() for layer_id in buffer.layers or (None,)]
 
+    def regions(self) -> list[Region]:
+        """Return one region a tensor, or where the pool lies page by page the byte buffer alone."""
+        tensors = self.parts.tensors
+        if not tensors.page_layout:
+            return super().regions()
+        (raw,) = tensors.storages_of(tensors.page_layout.blocks[0].buffer)
+        layout = tensors.page_layout
+        return [Region(pointer=raw.data_ptr(), nbytes=layout.nbytes, item_nbytes=layout.page_nbytes)]
+
     def clear(self) -> None:
         """Zero every buffer."""
         for raw in self.parts.tensors.storages():
@@ -160,9 +170,15 @@ class GroupedPool(Pool):
         return self.parts.tensors.storages()
 
     def breakdown(self) -> dict[str, int]:
-        """Return the bytes of each buffer by name."""
+        """Return the bytes of each buffer by name; a byte buffer that buffers share counts with the first."""
         tensors = self.parts.tensors
-        return {name: sum(t.untyped_storage().nbytes() for t in tensors.storages_of(name)) for name in tensors.names}
+        found: dict[str, int] = {}
+        seen: set[int] = set()
+        for name in tensors.names:
+            own = unique_storages(tensors.storages_of(name))
+            found[name] = sum(nbytes for key, nbytes in own.items() if key not in seen)
+            seen |= own.keys()
+        return found
 
     @cached_property
     def _views(self) -> list[torch.Tensor]:
@@ -173,16 +189,18 @@ class GroupedPool(Pool):
         return [buffer for buffer in self.parts.tensors.buffers if buffer.space == self.group.space]
 
     def _info(self, buffer: Buffer, layer_id: int | None) -> BufferInfo:
-        rows = self.parts.tensors.rows(buffer.name, layer_id)
-        per_item = self.query.space.page_size if buffer.unit is Unit.SLOT else 1
-        item_nbytes = per_item * buffer.row_nbytes
+        tensors = self.parts.tensors
+        is_slot = buffer.unit is Unit.SLOT
+        items = tensors.paged(buffer.name, layer_id) if is_slot else tensors.rows(buffer.name, layer_id)
+        item_nbytes = (self.query.space.page_size if is_slot else 1) * buffer.row_nbytes
         return BufferInfo(
             name=buffer.name,
             role=buffer.role,
             layer_id=layer_id,
-            pointer=rows.data_ptr(),
-            nbytes=rows.shape[0] // per_item * item_nbytes,
+            pointer=items.data_ptr(),
+            nbytes=items.shape[0] * item_nbytes,
             item_nbytes=item_nbytes,
+            stride_nbytes=items.stride(0) * items.element_size(),
             space=buffer.space,
         )
 

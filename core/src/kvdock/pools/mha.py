@@ -22,8 +22,8 @@ class MHAPool(GroupedPool):
     though their tensors hold bytes; what was divided by a scale when it was written is read undivided.
     """
 
-    transfer_kind = "kv_pairs"
-    features: ClassVar[frozenset[str]] = frozenset({"fp8"})
+    layer_pairs = True
+    features: ClassVar[frozenset[str]] = frozenset({"fp8", "page_major", "context_parallel"})
 
     def __init__(self, query: PoolQuery, parts: Parts) -> None:
         super().__init__(query, parts)

@@ -23,7 +23,7 @@ class MLAPool(GroupedPool):
     replicated on every rank: tensor parallelism does not split it.
     """
 
-    features: ClassVar[frozenset[str]] = frozenset({"fp8"})
+    features: ClassVar[frozenset[str]] = frozenset({"fp8", "page_major", "context_parallel"})
 
     def __init__(self, query: PoolQuery, parts: Parts) -> None:
         super().__init__(query, parts)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from kvdock.errors import PluginError, SlotError
 from kvdock.layout import Buffer
 from kvdock.planned import Parts
-from kvdock.pools.base import BufferInfo, Pool
+from kvdock.pools.base import BufferInfo, LayerTransfer, Pool, Region
 from kvdock.pools.grouped import KnowsLive
 from kvdock.pools.storage import unique_storages
 from kvdock.queries import PoolQuery
@@ -169,11 +169,25 @@ class RoutedPool(Pool):
         """Describe the per-token tensors of every part; `space` says whose pages they are counted in."""
         return [info for pool in self.parts.pools.values() for info in pool.buffer_infos()]
 
-    def get_state_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
-        """Return pointers, lengths and bytes per row of the states of every part."""
-        infos = [pool.get_state_buf_infos() for pool in self.parts.pools.values()]
-        pointers, lengths, items = ([value for info in infos for value in info[i]] for i in range(3))
-        return pointers, lengths, items
+    def regions(self) -> list[Region]:
+        """Return the regions of every part."""
+        return [region for pool in self.parts.pools.values() for region in pool.regions()]
+
+    def state_infos(self) -> list[BufferInfo]:
+        """Describe the states of every part."""
+        return [info for pool in self.parts.pools.values() for info in pool.state_infos()]
+
+    @property
+    def transfer_kind(self) -> Literal["kv_pairs", "flat", "pages"]:
+        """What all parts are, or ``flat`` where they differ or are several."""
+        kinds = [pool.transfer_kind for pool in self.parts.pools.values()]
+        return kinds[0] if len(kinds) == 1 else "flat"
+
+    def register_layer_transfer(self, transfer: LayerTransfer | None) -> None:
+        """Let every read of a layer, in any part, wait for `transfer` first."""
+        super().register_layer_transfer(transfer)
+        for pool in self.parts.pools.values():
+            pool.register_layer_transfer(transfer)
 
     def clear(self) -> None:
         """Zero every buffer of every part."""

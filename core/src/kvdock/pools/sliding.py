@@ -47,3 +47,13 @@ class SlidingPool(RoutedPool):
     def translate_loc_from_full_to_swa(self, loc: torch.Tensor) -> torch.Tensor:
         """Return the sliding slots of the slots `loc` as int64: −1 for −1, 0 where it was given back."""
         return self.parts.kernels.translate(self._map.full_to_swa, loc)
+
+
+class PureSlidingPool(RoutedPool):
+    """What an engine sees where every layer slides: requests are numbered in sliding slots, so both are the same."""
+
+    def translate_loc_from_full_to_swa(self, loc: torch.Tensor) -> torch.Tensor:
+        """Return `loc` as int64: the slots of requests are the sliding slots."""
+        import torch
+
+        return loc.to(torch.int64)
