@@ -136,6 +136,15 @@ class StateParams(LayerParams, frozen=True, kw_only=True):
         dtypes.find(self.temporal_dtype, option="StateParams: temporal_dtype")
 
 
+class HybridParams(LayerParams, frozen=True, kw_only=True):
+    """A layer with attention and a state side by side (kind ``hybrid``): it belongs to a group of each."""
+
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    state: StateParams
+
+
 class NoParams(LayerParams, frozen=True, kw_only=True):
     """The shape of a layer that keeps nothing (kind ``none``)."""
 
@@ -148,6 +157,7 @@ CORE_PARAMS: Mapping[str, type[LayerParams]] = MappingProxyType(
         "sparse": SparseParams,
         "sparse_index": IndexParams,
         "state": StateParams,
+        "hybrid": HybridParams,
         "none": NoParams,
     }
 )

@@ -14,8 +14,10 @@ MAX_DIGITS = 64
 """Longest whole number that is read; a count of anything has fewer digits."""
 
 
-def parse_object(raw: bytes, shown: str, advice: str) -> dict[str, Any]:
+def parse_object(raw: bytes, shown: str, advice: str, *, allow_infinity: bool = False) -> dict[str, Any]:
     """Return the JSON object in `raw`; `shown` names the file in errors, `advice` says what would do.
+
+    `allow_infinity` takes the word ``Infinity``, which is no JSON but stands in published configs as an open limit.
 
     Raises:
         PlanError: not UTF-8, not JSON, cut short, too deep, NaN or infinite numbers, duplicate keys, or no object.
@@ -28,7 +30,7 @@ def parse_object(raw: bytes, shown: str, advice: str) -> dict[str, Any]:
         data = json.loads(
             text,
             object_pairs_hook=_object,
-            parse_constant=_no_constant,
+            parse_constant=_open_limit if allow_infinity else _no_constant,
             parse_float=_finite,
             parse_int=_whole,
         )
@@ -60,8 +62,12 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _no_constant(text: str) -> Any:
+def _no_constant(text: str) -> float:
     raise _ContentError(f"the number {text} is no JSON; give a finite number")
+
+
+def _open_limit(text: str) -> float:
+    return _no_constant(text) if text == "NaN" else float(text)
 
 
 def _finite(text: str) -> float:

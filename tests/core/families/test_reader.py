@@ -272,26 +272,22 @@ def test_layer_counts_that_disagree_are_refused(llama, fields, said):  # S-16
         llama(**fields)
 
 
-@pytest.mark.parametrize(
-    ("name", "field"),
-    [
-        ("deepseek-v4-flash", "compress_ratios"),
-        ("kimi-linear-48b-a3b", "linear_attn_config"),
-        ("llama-4-scout", "attention_chunk_size"),
-        ("minimax-m3-synthetic", "sparse_attention_config"),
-        ("nemotron-h-8b", "hybrid_override_pattern"),
-        ("qwen3-next-80b-a3b", "full_attention_interval"),
-    ],
-)
-def test_models_with_other_caches_are_refused_by_the_field(published, name, field):
-    with pytest.raises(PlanError, match=rf"{field} tells of a cache that no installed family reads"):
-        published(name)
+def test_models_with_other_caches_are_refused_by_the_field(published):
+    with pytest.raises(PlanError, match="compress_ratios tells of a cache that no installed family reads"):
+        published("deepseek-v4-flash")
 
 
 @pytest.mark.parametrize(
     "fields",
     [
         {"linear_num_key_heads": 16},
+        {"linear_attn_config": {"kda_layers": [1]}},
+        {"full_attention_interval": 4},
+        {"hybrid_override_pattern": "M-*-"},
+        {"attention_chunk_size": 8192},
+        {"sparse_attention_config": {"use_sparse_attention": True}},
+        {"block_configs": [{"attention": {"no_op": True}}]},
+        {"rwkv_head_size": 64},
         {"mamba_d_state": 16},
         {"ssm_state_size": 128},
         {"state_size": 16},
@@ -352,7 +348,7 @@ def test_all_missing_fields_are_named_at_once():
         ("num_hidden_layers", 0, "num_hidden_layers=0 is outside 1"),
         ("num_key_value_heads", 8.5, "num_key_value_heads=8.5 is not a whole number"),
         ("num_key_value_heads", -1, "num_key_value_heads=-1 is outside 1"),
-        ("num_key_value_heads", [8] * 32, "num_key_value_heads=.* is not a whole number"),
+        ("num_key_value_heads", "8", "num_key_value_heads='8' is not a whole number"),
         ("head_dim", 2**20 + 1, "head_dim=1048577 is outside 1 … 1048576"),
         pytest.param("head_dim", 10**5000, "head_dim=a int too large to show is outside", id="huge"),
         ("max_position_embeddings", 2**31 + 1, "max_position_embeddings=2147483649 is outside"),

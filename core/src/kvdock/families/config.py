@@ -109,7 +109,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise PlanError(f"{shown} cannot be read: {_reason(error)}; give a config.json that can be") from error
     if len(raw) > MAX_BYTES:
         raise PlanError(_too_large(shown, f"more than {MAX_BYTES:,} bytes"))
-    return parse_object(raw, shown, f"give the model's {CONFIG_NAME}")
+    return parse_object(raw, shown, f"give the model's {CONFIG_NAME}", allow_infinity=True)
 
 
 def _too_large(shown: str, size: str) -> str:

@@ -14,6 +14,8 @@ FAMILIES = (
             "DeepseekV3ForCausalLMNextN",
             "DeepseekV32ForCausalLM",
             "DeepseekVLV2ForCausalLM",
+            "EagleDeepSeekMTPModel",
+            "Eagle3DeepseekV2ForCausalLM",
         ),
     ),
     Family(name="kimi", architectures=("KimiK2ForCausalLM", "KimiVLForConditionalGeneration")),

@@ -66,7 +66,7 @@ def refuse_foreign(fields: Fields, family: Family) -> None:
     found = [
         name
         for name, value in fields.section.items()
-        if isinstance(name, str) and name not in family.reads and _is_foreign(fields, name, value)
+        if isinstance(name, str) and not _is_read(name, family) and _is_foreign(fields, name, value)
     ]
     if found:
         # The indexer's width tells least about what the model is.
@@ -75,6 +75,10 @@ def refuse_foreign(fields: Fields, family: Family) -> None:
             f"{name} tells of a cache that no installed family reads, so the model is not planned as plain "
             "attention; install the plugin of its family (kvdock plugins lists what is installed)"
         )
+
+
+def _is_read(name: str, family: Family) -> bool:
+    return name in family.reads or any(entry.endswith("_") and name.startswith(entry) for entry in family.reads)
 
 
 def _is_foreign(fields: Fields, name: str, value: Any) -> bool:

@@ -23,9 +23,9 @@ from kvdock.demand import (
     state_slots_per_request,
 )
 from kvdock.errors import PlanError
-from kvdock.families import states
+from kvdock.families import host_tier, states
 from kvdock.layout import FULL, REQUESTS, STATE, SWA, TARGET, TOKENS, LayerGroup, Ratio, SizeRule, Space, round_up
-from kvdock.model import IndexParams, LayerParams, LayerSpec, MHAParams, SparseParams
+from kvdock.model import HybridParams, IndexParams, LayerParams, LayerSpec, MHAParams, SparseParams
 from kvdock.options import exact_ratio
 from kvdock.queries import GroupQuery, Query, StateQuery
 
@@ -58,7 +58,7 @@ def group_layers(query: GroupQuery) -> tuple[LayerGroup, ...]:
         if layer.kind == NO_CACHE or layer.shares_kv_with is not None:
             continue
         for part in _parts(layer):
-            key = (_space_of(layer, query), part.kind, part.params)
+            key = (_space_of(part, query), part.kind, part.params)
             members.setdefault(key, []).append((layer_id, part))
             home.setdefault(layer_id, []).append(key)
     shared = _shared(query.layers, home)
@@ -93,8 +93,12 @@ def _shared(layers: Iterable[tuple[int, LayerSpec]], home: Mapping[int, list[_Ke
 
 
 def _parts(layer: LayerSpec) -> tuple[LayerSpec, ...]:
-    """Return what a layer keeps, kind by kind: a sparse layer keeps keys and values, and beside them its indexer's."""
+    """Return what a layer keeps, kind by kind: a sparse layer has an indexer beside its heads, a hybrid one a state."""
     params = layer.params
+    if isinstance(params, HybridParams):
+        heads = MHAParams(num_kv_heads=params.num_kv_heads, head_dim=params.head_dim, v_head_dim=params.v_head_dim)
+        state = LayerSpec(kind=states.KIND, params=params.state)
+        return msgspec.structs.replace(layer, kind="mha", params=heads), state
     if layer.kind != SPARSE or not isinstance(params, SparseParams):
         return (layer,)
     heads = MHAParams(num_kv_heads=params.num_kv_heads, head_dim=params.head_dim, v_head_dim=params.v_head_dim)
@@ -144,7 +148,7 @@ def spaces(query: StateQuery) -> dict[str, Space]:
     declared = {REQUESTS: _requests(query)}
     used = _spaces_used(query)
     if FULL in used:
-        declared[FULL] = _full(query)
+        declared |= host_tier.token_spaces(query, _full(query))
     if SWA in used:
         window = _window(query)
         declared[SWA] = _sliding(query, window) if FULL in used else _only_sliding(query, window)
@@ -277,7 +281,7 @@ def _tokens_in_flight(query: Query, window_tokens: int) -> int:
 
 def _requests(query: StateQuery) -> Space:
     """Return the space of request rows: the user's limit, or what the tokens are worth within a share of the budget."""
-    caps: tuple[tuple[str, Ratio], ...] = ((TOKENS, (1, 2)),)
+    caps: tuple[tuple[str, Ratio], ...] = ((TOKENS, (1, 2)), *host_tier.request_caps(query))
     if states.rule_is_fixed(query):
         caps += ((STATE, (1, state_slots_per_request(query))),)
     limit = requests_per_worker(query)

@@ -10,8 +10,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kvdock.families.common import Family, Fields, show
+from kvdock.families.common import Family, Fields, Layers, show, translate
 from kvdock.model import MAX_CONTEXT, MHAParams
+
+
+def sliding_extra(fields: Fields, layers: Layers, count: int) -> Layers:
+    """Return drafting layers that slide: those of MiMo V2 are built with the sliding heads and window.
+
+    Source: ``MiMoV2MTPLayer`` of vLLM and SGLang.
+
+    Raises:
+        PlanError: none of the model's layers slides.
+    """
+    found = next((layer for layer in layers if layer.window_tokens is not None), None)
+    if found is None:
+        raise fields.error(
+            "the layers that draft slide, but none of the model's layers does; give the draft's own config"
+        )
+    return (found,) * count
+
 
 FAMILIES = (
     Family(
@@ -53,9 +70,10 @@ FAMILIES = (
     Family(name="exaone4", architectures=("Exaone4ForCausalLM",), full_every=4),
     Family(
         name="mimo",
-        architectures=("MiMoV2FlashForCausalLM",),
+        architectures=("MiMoV2FlashForCausalLM", "MiMoV2ForCausalLM"),
         # Its chunk size repeats the window; the pattern says which layers slide.
         reads=frozenset({"hybrid_layer_pattern", "attention_chunk_size"}),
+        read_extra=sliding_extra,
     ),
 )
 
@@ -93,6 +111,13 @@ def read_windows(fields: Fields, layers: int, family: Family) -> tuple[tuple[int
     return tuple(window - 1 if sliding else None for sliding in slides), ()
 
 
+def unused(fields: Fields) -> tuple[str, ...]:
+    """Return a warning where the config has a window that its family does not use."""
+    if fields.flag("use_sliding_window") is False:
+        return ()
+    return _unused(fields, fields.count(WINDOW, high=MAX_CONTEXT))
+
+
 def _unused(fields: Fields, window: int | None) -> tuple[str, ...]:
     if window is None:
         return ()
@@ -121,13 +146,7 @@ def _by_layer_types(fields: Fields, layers: int, family: Family) -> Slides | Non
     entries = fields.list("layer_types")
     if entries is None:
         return None
-    for entry in entries:
-        if not isinstance(entry, str) or entry not in LAYER_TYPES:
-            raise fields.error(
-                f"layer_types has {show(entry)}, a kind of layer that no installed family reads; "
-                f"core reads {', '.join(LAYER_TYPES)}"
-            )
-    return tuple(LAYER_TYPES[entry] for entry in entries)
+    return translate(fields, "layer_types", entries, LAYER_TYPES)
 
 
 def _by_hybrid_pattern(fields: Fields, layers: int, family: Family) -> Slides | None:

@@ -10,11 +10,13 @@ from kvdock.queries import Query, StateQuery
 
 KIND = "state"
 """Kind of a layer that keeps a state per request."""
+KINDS = frozenset({KIND, "hybrid"})
+"""Kinds of layers that keep a state, alone or beside their keys and values."""
 
 
 def has_states(query: StateQuery) -> bool:
     """Return whether the model, on whatever rank, has layers that keep states."""
-    return any(layer.kind == KIND for layer in query.model.layers)
+    return any(layer.kind in KINDS for layer in query.model.layers)
 
 
 def rule_is_fixed(query: StateQuery) -> bool:
