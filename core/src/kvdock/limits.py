@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from kvdock.layout import REQUESTS
+from kvdock.layout import DEVICE, REQUESTS, STATE
 from kvdock.outline import Outline
 from kvdock.sizing import Solution
 
@@ -60,10 +60,15 @@ def _token_limit(outline: Outline, solution: Solution, tokens: int) -> Limit:
 def _request_limit(outline: Outline, solution: Solution) -> Limit:
     requests, rule = solution.sizes[REQUESTS], outline.spaces[REQUESTS].rule
     asked = outline.given.max_running_requests
-    if requests * 2 + 1 >= solution.tokens:
+    states, buffers = (dict(rule.at_most_of).get(space) for space in (STATE, DEVICE))
+    if states is not None and requests == solution.sizes[STATE] * states[0] // states[1]:
+        factor, raised_by = f"state slots // {states[1]}", _state_options(outline)
+    elif requests * 2 + 1 >= solution.tokens:
         factor, raised_by = "tokens // 2", LARGER_BUDGET
     elif asked is not None:
         factor, raised_by = "max_running_requests", "max_running_requests"
+    elif buffers is not None and requests == solution.sizes[DEVICE] * buffers[0] // buffers[1]:
+        factor, raised_by = f"device slots // {buffers[1]}", f"a smaller hisparse_device_buffer_size, or {LARGER_BUDGET}"
     elif requests < rule.at_least:
         factor, raised_by = (
             "request_table_share",
@@ -72,6 +77,12 @@ def _request_limit(outline: Outline, solution: Solution) -> Limit:
     else:
         factor, raised_by = "tokens · 512 / context_length, from 2048 to 4096", "max_running_requests"
     return Limit(name="requests", requested=asked, effective=requests, factor=factor, raised_by=raised_by)
+
+
+def _state_options(outline: Outline) -> str:
+    if outline.given.max_state_slots is not None:
+        return "max_state_slots"
+    return "max_running_requests (states then follow it), state_memory_ratio, or a larger budget"
 
 
 def _length_limit(outline: Outline, tokens: int) -> Limit:

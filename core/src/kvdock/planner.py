@@ -12,7 +12,7 @@ from kvdock.costs import Costs, SlotCost, bytes_per_token, find_costs, kv_bytes_
 from kvdock.device import DeviceInfo
 from kvdock.errors import BudgetError, PlanError
 from kvdock.families.groups import MIN_TOKENS
-from kvdock.layout import MAX_SLOTS, REQUESTS, Buffer, round_up
+from kvdock.layout import MAX_SLOTS, REQUESTS, STATE, Buffer, round_up
 from kvdock.limits import Limit, find_limits, limit_warnings
 from kvdock.model import ModelSpec
 from kvdock.options import CacheOptions, Parallelism, ResolvedOptions
@@ -322,13 +322,13 @@ def _solve(problem: Problem, budget_bytes: int, outline: Outline, warnings: list
         return Solver(problem, budget_bytes).solve()
     Solver(problem, budget_bytes, {REQUESTS: 1}).check_cap()
     charge = _Charge(problem, budget_bytes)
-    fixed = charge.within_cap(asked)
+    fixed = charge.within_cap(charge.within_states(asked, warnings))
     charge.refuse_tables(fixed)
     solution = Solver(problem, budget_bytes, {REQUESTS: fixed}).solve()
     if solution.tokens < MIN_TOKENS * fixed:
         fixed = max(1, charge.served(fixed))
         solution = Solver(problem, budget_bytes, {REQUESTS: fixed}).solve()
-    if fixed < asked:
+    if fixed < charge.within_states(asked, []):
         raised_by = "a larger budget or a narrower kv_cache_dtype"
         warnings.append(
             f"max_running_requests: {asked} asked for, {fixed} fit, since each needs {MIN_TOKENS} of the "
@@ -357,6 +357,20 @@ class _Charge:
         """Return `limit`, or the most requests that have their tokens under the cap."""
         cap, page = self.problem.cap_tokens, self.problem.page_size
         return limit if cap is None else max(1, min(limit, cap // page * page // MIN_TOKENS))
+
+    def within_states(self, limit: int, warnings: list[str]) -> int:
+        """Return `limit`, or the most requests whose states have slots, with a warning."""
+        each = dict(self.problem.spaces[REQUESTS].rule.at_most_of).get(STATE)
+        if each is None:
+            return limit
+        slots = Solver(self.problem, self.budget_bytes, {REQUESTS: limit}).sizes(self.problem.page_size)[STATE]
+        fits = max(1, slots * each[0] // each[1])
+        if fits < limit:
+            warnings.append(
+                f"max_running_requests: {limit} asked for, {fits} fit, since a request may hold {each[1]} of the {slots} "
+                f"state slots; max_state_slots={limit * each[1]} serves all of them"
+            )
+        return min(limit, fits)
 
     def served(self, limit: int, tokens_each: int = MIN_TOKENS) -> int:
         """Return the most requests up to `limit` that have `tokens_each` tokens each."""
