@@ -53,7 +53,7 @@ NAMES_OF_OTHERS = frozenset(
         "acme",
     ]
 )
-TORCH_FILES = {CORE / "kernels" / "reference.py"}
+TORCH_FILES = {CORE / "kernels" / f"{name}.py" for name in ("blocks", "microscaling", "reference")}
 
 
 def _short(path: Path) -> str:

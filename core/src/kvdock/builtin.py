@@ -11,15 +11,39 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvdock import families
-from kvdock.allocators import PagedAllocator, SWAAllocator, TokenAllocator
+from kvdock import dtypes, families
+from kvdock.allocators import (
+    PagedAllocator,
+    PureSWAAllocator,
+    PureSWASortedAllocator,
+    PureSWATokenAllocator,
+    SortedAllocator,
+    SWAAllocator,
+    TokenAllocator,
+)
 from kvdock.device import DeviceInfo
 from kvdock.families import groups
 from kvdock.hookspecs import CONTRACT, hookimpl
-from kvdock.layout import FULL, SWA, LayerGroup, Space
+from kvdock.layout import FULL, REQUESTS, STATE, SWA, LayerGroup, Space
 from kvdock.model import ModelSpec
 from kvdock.objections import objections
-from kvdock.pools import IndexerPool, MHAPool, MLAPool, NoOpPool, PureSlidingPool, RoutedPool, SlidingPool
+from kvdock.pools import (
+    BlockMHAPool,
+    BlockMLAPool,
+    DSAPool,
+    HiSparseDSAPool,
+    HybridLinearPool,
+    IndexerPool,
+    LayerSplitDSAPool,
+    MHAPool,
+    MLAPool,
+    NoOpPool,
+    PureSlidingPool,
+    RoutedPool,
+    SlidingPool,
+    SparsePool,
+    StatePool,
+)
 from kvdock.queries import (
     AllocatorQuery,
     GroupQuery,
@@ -29,15 +53,47 @@ from kvdock.queries import (
     RequestQuery,
     StateQuery,
 )
-from kvdock.requests import ReqToTokenPool
+from kvdock.requests import (
+    DecodeReqToTokenPool,
+    HybridDecodeReqToTokenPool,
+    HybridReqToTokenPool,
+    ReqToTokenPool,
+)
 
 if TYPE_CHECKING:
     from kvdock.allocators.base import Allocator
     from kvdock.pools.base import Pool
     from kvdock.requests.base import RequestPool
 
-POOLS: Mapping[str, type[Pool]] = {"mha": MHAPool, "mla": MLAPool, "sparse_index": IndexerPool}
+POOLS: Mapping[str, type[Pool]] = {
+    "mha": MHAPool,
+    "mla": MLAPool,
+    "dsa": DSAPool,
+    "sparse_index": IndexerPool,
+    "state": StatePool,
+}
 """Layer kind → the pool that serves it on any device that torch knows."""
+
+BLOCK_POOLS: Mapping[str, type[Pool]] = {"mha": BlockMHAPool, "mla": BlockMLAPool}
+"""Layer kind → the pool that serves it where keys and values are kept in blocks with scales."""
+
+ALLOCATORS: Mapping[tuple[bool, str], type[Allocator]] = {
+    (False, "token"): TokenAllocator,
+    (False, "paged"): PagedAllocator,
+    (False, "sorted"): SortedAllocator,
+    (True, "token"): PureSWATokenAllocator,
+    (True, "paged"): PureSWAAllocator,
+    (True, "sorted"): PureSWASortedAllocator,
+}
+"""Whether requests are numbered in sliding slots, and how slots are handed out → the allocator of one space."""
+
+REQUEST_POOLS: Mapping[tuple[bool, bool], type[RequestPool]] = {
+    (False, False): ReqToTokenPool,
+    (False, True): DecodeReqToTokenPool,
+    (True, False): HybridReqToTokenPool,
+    (True, True): HybridDecodeReqToTokenPool,
+}
+"""Whether requests have states, and whether they arrive from a prefill worker → the request pool."""
 
 
 class CorePlugin:
@@ -67,15 +123,15 @@ class CorePlugin:
 
     @hookimpl
     def get_allocator_cls(self, query: AllocatorQuery) -> type[Allocator] | None:
-        """Serve one space by its page size, and full and sliding slots in step."""
+        """Serve one space by its page size (in order, where caches are sent away), and full and sliding slots in step."""
         if len(query.spaces) == 1:
-            return TokenAllocator if query.spaces[0].page_size == 1 else PagedAllocator
+            return ALLOCATORS[_is_only_sliding(query.spaces[0]), _slot_order(query)]
         return SWAAllocator if {space.name for space in query.spaces} == {FULL, SWA} else None
 
     @hookimpl
     def get_request_pool_cls(self, query: RequestQuery) -> type[RequestPool] | None:
-        """Serve plain request tables."""
-        return ReqToTokenPool
+        """Serve request tables: plain, with states, of a decode worker, and both."""
+        return REQUEST_POOLS[STATE in query.spaces, query.options.role == "decode"]
 
     @hookimpl
     def validate_plan(self, query: PlanQuery) -> tuple[str, ...]:
@@ -91,11 +147,28 @@ class CorePlugin:
         return f"no attention backend of {query.device.name} is known to work without a KV cache"
 
 
+def _is_only_sliding(space: Space) -> bool:
+    """Return whether requests are numbered in a space of sliding slots: beside a full space it follows that one."""
+    return space.window_tokens is not None and not space.rule.follows() - {REQUESTS}
+
+
+def _slot_order(query: AllocatorQuery) -> str:
+    """Return how the slots of one space are handed out: in order where caches are sent away, else by its page size."""
+    if query.options.role in ("prefill", "decode"):
+        return "sorted"
+    return "token" if query.spaces[0].page_size * query.parallel.dcp_size == 1 else "paged"
+
+
 def _group_pool_cls(query: PoolQuery) -> type[Pool] | None:
     """Return the pool of one layer group."""
     if query.kind == "mha" and query.options.prefill_only_disable_kv_cache:
         return NoOpPool
-    return POOLS.get(query.kind)
+    if query.kind == "dsa" and query.options.hisparse:
+        return HiSparseDSAPool
+    if query.kind == "dsa" and query.options.layer_split:
+        return LayerSplitDSAPool
+    in_blocks = bool(dtypes.find(query.kv_dtype).block) and query.kind in BLOCK_POOLS
+    return (BLOCK_POOLS if in_blocks else POOLS).get(query.kind)
 
 
 def _router_cls(query: PoolQuery) -> type[Pool] | None:
@@ -103,6 +176,10 @@ def _router_cls(query: PoolQuery) -> type[Pool] | None:
     if any(group.space == SWA for group in query.groups):
         # Requests are numbered in full slots, even on a rank whose own layers all slide.
         return SlidingPool if FULL in query.spaces else PureSlidingPool
+    if any(group.kind == "sparse_index" for group in query.groups):
+        return SparsePool
+    if any(group.space == STATE for group in query.groups):
+        return HybridLinearPool
     return RoutedPool if len(query.groups) > 1 else None
 
 

@@ -40,11 +40,12 @@ def slot_bytes(buffer: Buffer, spaces: Mapping[str, Space]) -> Fraction:
 def find_costs(problem: Problem) -> Costs:
     """Return the fixed bytes and the bytes per slot of each space."""
     sums = {name: [Fraction(0), Fraction(0)] for name in problem.spaces}
-    for buffer in _on_device(problem.buffers):
+    charged = _charged(problem)
+    for buffer in charged:
         if buffer.space is not None:
             sums[buffer.space][not buffer.is_kv] += slot_bytes(buffer, problem.spaces)
     return Costs(
-        fixed_bytes=total_nbytes(problem, dict.fromkeys(problem.spaces, 0)),
+        fixed_bytes=total_nbytes(msgspec.structs.replace(problem, buffers=charged), dict.fromkeys(problem.spaces, 0)),
         per_slot={name: _cost(kv, rest) for name, (kv, rest) in sums.items()},
     )
 
@@ -53,7 +54,7 @@ def bytes_per_token(problem: Problem) -> SlotCost:
     """Return the device bytes that one more token takes on this rank, caps and rounding left aside."""
     factors = token_factors(problem.spaces)
     sums = [Fraction(0), Fraction(0)]
-    for buffer in _on_device(problem.buffers):
+    for buffer in _charged(problem):
         if buffer.space is not None and buffer.space != REQUESTS:
             sums[not buffer.is_kv] += slot_bytes(buffer, problem.spaces) * factors[buffer.space]
     return _cost(*sums)
@@ -74,6 +75,8 @@ def slots_held(spaces: Mapping[str, Space], length: int, requests: int) -> dict[
         else:
             tokens = Fraction(*rule.per_token) * slots.get(rule.of, length * requests)
             slots[name] = -int(-(tokens + Fraction(*rule.per_request) * requests) // 1)
+            if space.issued_by == "request_pool":  # a fixed number of slots still gives each request its own
+                slots[name] = max(slots[name], requests * rule.needs)
     return slots
 
 
@@ -89,8 +92,23 @@ def _window_slots(space: Space, length: int) -> int:
     return window_pages(space.window_tokens, space.page_size) * space.page_size
 
 
-def _on_device(buffers: Iterable[Buffer]) -> list[Buffer]:
-    return [buffer for buffer in buffers if buffer.memory == "device"]
+def _charged(problem: Problem) -> tuple[Buffer, ...]:
+    """Return the buffers on the device that bytes grow with.
+
+    Of those that lie over each other it is the one that grows fastest with the tokens, the first of several;
+    the others lie inside it.
+    """
+    device = [buffer for buffer in problem.buffers if buffer.memory == "device"]
+    factors = token_factors(problem.spaces)
+
+    def growth(buffer: Buffer) -> Fraction:
+        return slot_bytes(buffer, problem.spaces) * factors[buffer.space] if buffer.space else Fraction(0)
+
+    chosen: dict[str, Buffer] = {}
+    for buffer in device:
+        if buffer.overlay:
+            chosen[buffer.overlay] = max(chosen.get(buffer.overlay, buffer), buffer, key=growth)
+    return tuple(buffer for buffer in device if not buffer.overlay or chosen[buffer.overlay] is buffer)
 
 
 def _cost(kv: Fraction, bookkeeping: Fraction) -> SlotCost:

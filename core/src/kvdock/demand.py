@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvdock.errors import PlanError
+from kvdock.layout import round_up
 from kvdock.queries import Query
 
 MIN_REQUESTS, MAX_REQUESTS = 2048, 4096
@@ -95,3 +96,27 @@ def track_slots(query: Query) -> int:
     if options.prefix_cache is False or options.state_extra_buffer in (None, "off"):
         return 0
     return 2 if options.state_extra_buffer == "on" and options.overlap_schedule is not False else 1
+
+
+def device_buffer_size(query: Query) -> int:
+    """Return the device slots from which a request's steps read: the option, else twice what one step reads.
+
+    Raises:
+        PlanError: fewer than one step reads; names both options.
+    """
+    options = query.options
+    top_k = options.hisparse_top_k or 1
+    size = options.hisparse_device_buffer_size or 2 * top_k
+    if size < top_k:
+        raise PlanError(
+            f"hisparse_device_buffer_size={size} is less than hisparse_top_k={top_k}, what one step reads; "
+            f"give at least {top_k}, or a smaller hisparse_top_k"
+        )
+    return size
+
+
+def device_slots_per_request(query: Query) -> int:
+    """Return the device slots that a running request takes at most: its buffer and a page for its newest tokens."""
+    page = page_size_of(query)
+    longest = min(device_buffer_size(query), query.context_length)
+    return round_up(longest, page) + page

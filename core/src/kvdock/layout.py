@@ -26,6 +26,9 @@ TOKENS = "tokens"
 FULL, SWA, STATE, REQUESTS = "full", "swa", "state", "requests"
 """The spaces that the core declares: token slots, sliding token slots, per-request states, request rows."""
 
+DEVICE, HOST = "device", "host"
+"""With a host tier: slots whose rows are on the device, and slots of rows in host memory; ``full`` numbers them all."""
+
 TARGET = "target"
 """The worker that is not a draft."""
 

@@ -68,7 +68,10 @@ def _request_limit(outline: Outline, solution: Solution) -> Limit:
     elif asked is not None:
         factor, raised_by = "max_running_requests", "max_running_requests"
     elif buffers is not None and requests == solution.sizes[DEVICE] * buffers[0] // buffers[1]:
-        factor, raised_by = f"device slots // {buffers[1]}", f"a smaller hisparse_device_buffer_size, or {LARGER_BUDGET}"
+        factor, raised_by = (
+            f"device slots // {buffers[1]}",
+            f"a smaller hisparse_device_buffer_size, or {LARGER_BUDGET}",
+        )
     elif requests < rule.at_least:
         factor, raised_by = (
             "request_table_share",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from kvdock.layout import TARGET
 from kvdock.queries import PlanQuery
 
 STRIDED_BACKENDS = frozenset({"triton", "torch", "torch_native"})
@@ -32,5 +33,35 @@ def _page_major_backend(query: PlanQuery) -> str | None:
     )
 
 
-RULES: tuple[Callable[[PlanQuery], str | None], ...] = (_page_major_backend,)
+def _splits_layers(query: PlanQuery) -> bool:
+    """Return whether this is the plan of a layer split; drafts, which are asked about too, follow their target."""
+    return bool(query.options.layer_split) and query.worker == TARGET
+
+
+def _split_ranks(query: PlanQuery) -> str | None:
+    if not _splits_layers(query) or query.parallel.cp_size > 1:
+        return None
+    return "layer_split=true has no ranks to split layers over; give cp_size of 2 or more, or layer_split=false"
+
+
+def _split_role(query: PlanQuery) -> str | None:
+    options = query.options
+    if not _splits_layers(query) or options.role == "prefill":
+        return None
+    return (
+        f"layer_split=true is for prefill workers, not for role={options.role}; give role=prefill, or layer_split=false"
+    )
+
+
+def _split_drafts(query: PlanQuery) -> str | None:
+    options = query.options
+    if not _splits_layers(query) or options.speculative_algorithm is None:
+        return None
+    return (
+        f"layer_split=true leaves no rank a draft model with all its layers (speculative_algorithm="
+        f"{options.speculative_algorithm}); give one of the two"
+    )
+
+
+RULES: tuple[Callable[[PlanQuery], str | None], ...] = (_page_major_backend, _split_ranks, _split_role, _split_drafts)
 """The core's rules, in the order in which they are reported."""

@@ -190,7 +190,7 @@ def test_tokens_beyond_the_window_are_copied_without_their_sliding_part(shifted)
 
 def test_a_sliding_pool_needs_the_map(make):
     query = make.query({0: make.mha()}, 4, "full", "a")
-    with pytest.raises(PluginError, match="SlidingPool needs an allocator with a map full_to_swa, not NoneType"):
+    with pytest.raises(PluginError, match="SlidingPool needs an allocator that translates full slots, not NoneType"):
         make.routed(SlidingPool, [query], {"full": 12, "swa": 12})
 
 

@@ -11,6 +11,8 @@ import abc
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from kvdock.dtypes import DType
+
 if TYPE_CHECKING:
     import torch
 
@@ -36,9 +38,71 @@ class Kernels(abc.ABC):
     def gather(self, view: torch.Tensor, loc: torch.Tensor) -> torch.Tensor:
         """Return ``[n, *shape]``, the rows of `view` at the slots `loc`."""
 
+    def store_blocks(
+        self,
+        data: torch.Tensor,
+        scales: torch.Tensor,
+        loc: torch.Tensor,
+        values: torch.Tensor,
+        block_format: DType,
+        global_scale: torch.Tensor | None = None,
+    ) -> None:
+        """Write floats ``values[i]`` to slot ``loc[i]``: elements to the view `data`, a scale a block to `scales`.
+
+        `kvdock.kernels.microscaling` defines the bytes. A device that encodes and stores in one launch overrides this.
+        """
+        from kvdock.kernels import microscaling
+
+        elements, steps = microscaling.encode(values, block_format, global_scale)
+        self.store(data, loc, elements)
+        self.store(scales, loc, steps.view(loc.shape[0], *scales.shape[2:]))
+
+    def load_blocks(
+        self,
+        data: torch.Tensor,
+        scales: torch.Tensor,
+        loc: torch.Tensor | None,
+        block_format: DType,
+        dtype: torch.dtype,
+        global_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return ``[n, …, width]`` in `dtype`, the values of the slots `loc`; of every slot, in pages, without `loc`."""
+        from kvdock.kernels import microscaling
+
+        if loc is not None:
+            data, scales = self.gather(data, loc), self.gather(scales, loc)
+        return microscaling.decode(data, scales, block_format, dtype, global_scale)
+
     @abc.abstractmethod
     def move(self, views: Sequence[torch.Tensor], tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
         """Copy slots within each view; every source is read before any target is written."""
+
+    def clear(self, views: Sequence[torch.Tensor], loc: torch.Tensor) -> None:
+        """Zero the slots `loc` of each view; a device that zeroes many views in one launch overrides this."""
+        for view in views:
+            self.store(view, loc, view.new_zeros((loc.shape[0], *view.shape[2:])))
+
+    def store_step(self, view: torch.Tensor, rows: torch.Tensor, step: int, values: torch.Tensor) -> None:
+        """Write ``values[i]`` to ``view[rows[i], step]``; `view` ``[rows, steps, *shape]`` may have any strides.
+
+        Steps may lie over each other, as the windows of a convolution do.
+        """
+        view[:, step].index_put_((rows.long(),), values)
+
+    def commit_steps(
+        self,
+        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        rows: torch.Tensor,
+        steps: torch.Tensor,
+        loc: torch.Tensor,
+    ) -> None:
+        """For each pair copy ``source[rows[i], steps[i]]`` to slot ``loc[i]`` of the target.
+
+        Sources are as in `store_step`; a device that copies all pairs in one launch overrides this.
+        """
+        row, step = rows.long(), steps.long()
+        for source, target in pairs:
+            self.store(target, loc, source[row, step])
 
     @abc.abstractmethod
     def alloc_extend(
@@ -63,5 +127,26 @@ class Kernels(abc.ABC):
         """Write ``slots[i]`` to ``table[rows[i], columns[i]]``."""
 
     @abc.abstractmethod
-    def translate(self, mapping: torch.Tensor, loc: torch.Tensor) -> torch.Tensor:
-        """Return ``mapping[loc]`` as int64, where a slot of −1 stays −1."""
+    def translate(self, mapping: torch.Tensor, loc: torch.Tensor, page_size: int = 1) -> torch.Tensor:
+        """Return ``mapping[loc // page_size] · page_size + loc % page_size`` as int64; a slot of −1 stays −1.
+
+        `mapping` pairs pages, so a slot keeps its place in the page. Every slot of a page that maps to 0
+        becomes slot 0.
+        """
+
+    @abc.abstractmethod
+    def quantize_blocks(self, values: torch.Tensor, dtype: str, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return `values` ``[…, dim]`` as bytes of `dtype`, and a scale for each `block` of the last dimension.
+
+        Scales are float32 for 8-bit floats, and the bytes of powers of two for 4-bit ones.
+        """
+
+    @abc.abstractmethod
+    def dequantize_blocks(self, data: torch.Tensor, scales: torch.Tensor, dtype: str, block: int) -> torch.Tensor:
+        """Return the float32 values of what `quantize_blocks` answered."""
+
+    @abc.abstractmethod
+    def copy_rows(
+        self, tgt_view: torch.Tensor, tgt_loc: torch.Tensor, src_view: torch.Tensor, src_loc: torch.Tensor
+    ) -> None:
+        """Copy slots between two views of one shape and dtype; either may lie in pinned host memory."""

@@ -11,6 +11,7 @@ import msgspec
 from kvdock.errors import SlotError
 from kvdock.layout import Buffer
 from kvdock.planned import Parts, Planned
+from kvdock.pools.formats import read_rows
 from kvdock.pools.storage import unique_storages
 from kvdock.queries import PoolQuery
 
@@ -104,6 +105,8 @@ class Pool(Planned, abc.ABC):
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:
         """Return the keys of a layer as a view ``[pages, page_size, heads, head_dim]``.
 
+        Pools of block formats return a dequantised copy, as large as the layer in the model's data type.
+
         Raises:
             SlotError: the layer has no buffer here.
         """
@@ -115,6 +118,48 @@ class Pool(Planned, abc.ABC):
     def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return `get_key_buffer` and `get_value_buffer`."""
         return self.get_key_buffer(layer_id), self.get_value_buffer(layer_id)
+
+    def read_kv(
+        self,
+        layer_id: int,
+        loc: torch.Tensor,
+        k_scale: float | torch.Tensor | None = None,
+        v_scale: float | torch.Tensor | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return copies ``[n, heads, dim]`` of keys and values of `n` slots ``loc`` in `dtype` (default: the model's).
+
+        Dequantised; what a scale divided when it was written is multiplied by the scale that is given here.
+        """
+        import torch
+
+        chosen = dtype or getattr(torch, self.query.model_dtype)
+        (k, v), kernels = self.get_kv_buffer(layer_id), self.parts.kernels
+        return read_rows(kernels, k, loc, k_scale, chosen), read_rows(kernels, v, loc, v_scale, chosen)
+
+    def get_raw_kv_buffer(self, layer_id: int) -> dict[str, torch.Tensor]:
+        """Return what is stored for a layer by buffer name, as it lies, for kernels that read the format itself.
+
+        Raises:
+            SlotError: the layer has no buffer here, or its pool shows none.
+        """
+        raise SlotError(f"layer {layer_id}: {type(self).__name__} shows no stored buffers; read get_kv_buffer")
+
+    def set_global_scales(self, layer_id: int, k: float | torch.Tensor, v: float | torch.Tensor) -> None:
+        """Set the factors of all block scales of a layer; before anything is written to it.
+
+        Raises:
+            SlotError: the layer's pool keeps none.
+        """
+        raise SlotError(f"layer {layer_id} has no global scales: {type(self).__name__} keeps none in this data type")
+
+    def load_workspace(self, layer_id: int, loc: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+        """Dequantise a layer into the workspace that attention reads through, and return its views.
+
+        Raises:
+            SlotError: the layer's pool has no workspace.
+        """
+        raise SlotError(f"layer {layer_id} is read without a workspace: {type(self).__name__} has none")
 
     @abc.abstractmethod
     def set_kv_buffer(
@@ -182,7 +227,7 @@ class Pool(Planned, abc.ABC):
 
     @abc.abstractmethod
     def clear(self) -> None:
-        """Zero every buffer."""
+        """Zero every buffer, but for what was set for a whole layer."""
 
     @abc.abstractmethod
     def storages(self) -> list[torch.Tensor]:

@@ -12,6 +12,7 @@ from kvdock.errors import PlanError, PluginError, SlotError
 from kvdock.layout import Buffer, LayerGroup, Unit
 from kvdock.planned import Parts
 from kvdock.pools.base import BufferInfo, Pool, Region
+from kvdock.pools.formats import Codec
 from kvdock.pools.storage import unique_storages
 from kvdock.queries import PoolQuery
 
@@ -27,42 +28,6 @@ class KnowsLive(Protocol):
         """Raise `SlotError` for slots that are not handed out."""
 
 
-class Codec:
-    """How keys and values lie in tensors of one data type.
-
-    8-bit floats are kept as bytes: `encode` divides by the scale, saturates at the largest finite value
-    and rounds to nearest even; NaN stays NaN. Values that come in the format already, or as its bytes, are
-    kept bit for bit. Other types are converted as torch does, and scales are not used.
-    """
-
-    def __init__(self, dtype: str) -> None:
-        import torch
-
-        found = dtypes.find(dtype)
-        self.format: torch.dtype = getattr(torch, found.name)
-        self.stored: torch.dtype = getattr(torch, found.storage)
-        self._limit = torch.finfo(self.format).max if self.format is not self.stored else None
-
-    def encode(self, values: torch.Tensor, scale: float | torch.Tensor | None = None) -> torch.Tensor:
-        """Return `values` as they are stored; `scale` is a number or a tensor of one element."""
-        import torch
-
-        if values.dtype is self.stored:
-            return values
-        if self._limit is None:
-            return values.to(self.stored)
-        if values.dtype is self.format:
-            return values.view(self.stored)
-        wide = values.to(torch.float32)
-        if scale is not None:
-            wide = wide / scale
-        return wide.clamp(-self._limit, self._limit).to(self.format).view(self.stored)
-
-    def decode(self, stored: torch.Tensor) -> torch.Tensor:
-        """Return a view of stored values in their format."""
-        return stored if self._limit is None else stored.view(self.format)
-
-
 class GroupedPool(Pool):
     """A pool of one group: finds tensors by global layer id and moves all that a slot owns together.
 
@@ -74,17 +39,33 @@ class GroupedPool(Pool):
     def __init__(self, query: PoolQuery, parts: Parts) -> None:
         super().__init__(query, parts)
         self.group = group_of(query)
-        self.codec = Codec(query.kv_dtype)
         self._owner_of = {layer_id: layer_id for layer_id in self.group.layer_ids} | dict(self.group.shared)
         self._live = parts.allocators.get(self.group.space)
         # The request table holds the slots of one space alone; in another its numbers would name the wrong request.
         is_numbering = parts.allocator is None or parts.allocator.query.spaces[0].name == self.group.space
         self._request_pool = parts.request_pool if is_numbering else None
 
+    @cached_property
+    def codec(self) -> Codec:
+        """How values lie in tensors of the cache's data type, for pools that keep no blocks."""
+        return Codec(self.query.kv_dtype)
+
     @property
     def layer_ids(self) -> tuple[int, ...]:
         """Global ids of the layers that can be read, ascending."""
         return tuple(sorted(self._owner_of))
+
+    def owner_for_read(self, layer_id: int) -> int:
+        """Return the layer whose buffers a layer reads, once what a transfer brings of them has arrived.
+
+        Raises:
+            SlotError: the layer has no buffer here.
+        """
+        owner = self._owner_of.get(layer_id)
+        if owner is None:
+            raise self.refuse_layer(layer_id)
+        self.wait_for_layer(owner)
+        return owner
 
     def stored(self, name: str) -> dict[int, torch.Tensor]:
         """Return the paged view of a buffer by the id of each layer that owns one."""
@@ -94,6 +75,17 @@ class GroupedPool(Pool):
         """Return the paged view of a buffer, in its format, by the id of each layer that reads one."""
         stored = self.stored(name)
         return {layer_id: self.codec.decode(stored[owner]) for layer_id, owner in self._owner_of.items()}
+
+    def get_raw_kv_buffer(self, layer_id: int) -> dict[str, torch.Tensor]:
+        """Return what is stored for a layer by buffer name, as it lies; 8-bit and narrower floats are bytes."""
+        owner, tensors = self.owner_for_read(layer_id), self.parts.tensors
+        return {
+            buffer.name: tensors.rows(buffer.name, owner)[0]
+            if buffer.space is None
+            else tensors.paged(buffer.name, owner)
+            for buffer in tensors.buffers
+            if owner in buffer.layers
+        }
 
     def slot_views(self) -> list[torch.Tensor]:
         """Return ``[pages, page_size, …]`` views of everything that a slot owns, buffer by buffer, layer by layer."""
@@ -185,8 +177,11 @@ class GroupedPool(Pool):
         return self.slot_views()
 
     def _counted(self) -> list[Buffer]:
-        """Return the buffers whose rows are the slots or pages of this group's space."""
-        return [buffer for buffer in self.parts.tensors.buffers if buffer.space == self.group.space]
+        """Return the buffers whose rows belong to the slots or pages of this group's space.
+
+        What lies over others' buffers holds whatever was read last, so nothing of it belongs to a slot.
+        """
+        return [b for b in self.parts.tensors.buffers if b.space == self.group.space and not b.overlay]
 
     def _info(self, buffer: Buffer, layer_id: int | None) -> BufferInfo:
         tensors = self.parts.tensors
@@ -217,10 +212,14 @@ class GroupedPool(Pool):
         Raises:
             SlotError: names the layer, the shapes, or the slot; nothing is written.
         """
-        if values.shape[1:] != view.shape[2:] or values.shape[0] != loc.shape[0] or loc.dim() != 1:
+        self.check_rows(layer_id, view.shape[2:], loc, values)
+
+    def check_rows(self, layer_id: int, shape: tuple[int, ...], loc: torch.Tensor, values: torch.Tensor) -> None:
+        """Verify that `values` are one row of `shape` for each slot of `loc`; raises as `check_write` does."""
+        if values.shape[1:] != shape or values.shape[0] != loc.shape[0] or loc.dim() != 1:
             raise SlotError(
                 f"layer {layer_id}: values of shape {list(values.shape)} for slots of shape {list(loc.shape)}; "
-                f"give slots [n] and values [n, {', '.join(str(extent) for extent in view.shape[2:])}]"
+                f"give slots [n] and values [n, {', '.join(str(extent) for extent in shape)}]"
             )
         if self.parts.debug:
             self._check_loc(layer_id, loc)

@@ -47,17 +47,13 @@ class MHAPool(GroupedPool):
 
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:
         """Return the keys of a layer."""
-        view = self._keys.get(layer_id)
-        if view is None:
-            raise self.refuse_layer(layer_id)
-        return view
+        self.owner_for_read(layer_id)
+        return self._keys[layer_id]
 
     def get_value_buffer(self, layer_id: int) -> torch.Tensor:
         """Return the values of a layer."""
-        view = self._values.get(layer_id)
-        if view is None:
-            raise self.refuse_layer(layer_id)
-        return view
+        self.owner_for_read(layer_id)
+        return self._values[layer_id]
 
     def set_kv_buffer(
         self,
@@ -83,15 +79,15 @@ class MHAPool(GroupedPool):
         self.parts.kernels.store_kv(keys, values, loc, encode(k, k_scale), encode(v, v_scale))
 
 
-def kv_buffer(query: PoolQuery, name: str, role: str, shape: tuple[int, ...]) -> Buffer:
-    """Return a buffer in the format of the cache with one tensor for each layer that owns KV."""
+def kv_buffer(query: PoolQuery, name: str, role: str, shape: tuple[int, ...], dtype: str | None = None) -> Buffer:
+    """Return a buffer in the format of the cache (or `dtype`) with one tensor for each layer that owns KV."""
     group = group_of(query)
     return Buffer(
         name=name,
         role=role,
         space=group.space,
         shape=shape,
-        dtype=check_kv_dtype(query),
+        dtype=dtype or check_kv_dtype(query),
         guard=query.space.page_size,
         layers=group.layer_ids,
         worker=query.worker,

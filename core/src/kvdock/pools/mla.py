@@ -8,6 +8,7 @@ from kvdock.errors import PlanError
 from kvdock.layout import Buffer
 from kvdock.model import DSAParams, MLAParams
 from kvdock.planned import Parts
+from kvdock.pools.formats import read_rows
 from kvdock.pools.grouped import GroupedPool, group_of
 from kvdock.pools.mha import kv_buffer
 from kvdock.queries import PoolQuery
@@ -41,14 +42,27 @@ class MLAPool(GroupedPool):
 
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:
         """Return the rows of a layer ``[pages, page_size, 1, kv_lora_rank + qk_rope_head_dim]``."""
-        view = self._rows.get(layer_id)
-        if view is None:
-            raise self.refuse_layer(layer_id)
-        return view
+        self.owner_for_read(layer_id)
+        return self._rows[layer_id]
 
     def get_value_buffer(self, layer_id: int) -> torch.Tensor:
         """Return the latent columns of the same rows, as a view."""
         return self.get_key_buffer(layer_id)[..., : self.kv_lora_rank]
+
+    def read_kv(
+        self,
+        layer_id: int,
+        loc: torch.Tensor,
+        k_scale: float | torch.Tensor | None = None,
+        v_scale: float | torch.Tensor | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return copies of whole rows and, as a view of them, their latent columns; both times `k_scale`."""
+        import torch
+
+        chosen = dtype or getattr(torch, self.query.model_dtype)
+        rows = read_rows(self.parts.kernels, self.get_key_buffer(layer_id), loc, k_scale, chosen)
+        return rows, rows[..., : self.kv_lora_rank]
 
     def set_kv_buffer(
         self,
@@ -86,9 +100,7 @@ class MLAPool(GroupedPool):
         self, layer_id: int, loc: torch.Tensor, dst_dtype: torch.dtype | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return copies of the latents and rope parts of the slots `loc`, in `dst_dtype` (default: as stored)."""
-        owner = self._owner_of.get(layer_id)
-        if owner is None:
-            raise self.refuse_layer(layer_id)
+        owner = self.owner_for_read(layer_id)
         rows = self.codec.decode(self.parts.kernels.gather(self._kv[owner], loc))
         if dst_dtype is not None:
             rows = rows.to(dst_dtype)

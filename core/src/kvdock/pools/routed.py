@@ -10,6 +10,7 @@ from kvdock.layout import Buffer
 from kvdock.planned import Parts
 from kvdock.pools.base import BufferInfo, LayerTransfer, Pool, Region
 from kvdock.pools.grouped import KnowsLive
+from kvdock.pools.state import StatePool
 from kvdock.pools.storage import unique_storages
 from kvdock.queries import PoolQuery
 
@@ -20,14 +21,19 @@ if TYPE_CHECKING:
 class RoutedPool(Pool):
     """Routes by layer id and owns nothing: whatever concerns all layers reaches every part, in their order.
 
-    The parts were given the same options as this pool, whole. A subclass whose parts number slots
-    differently overrides `slots_for`.
+    Token slots address the parts that are counted in tokens; states are addressed by slots of their own, so
+    what moves, copies or describes tokens leaves them alone. The parts were given the same options as this
+    pool, whole. A subclass whose parts number slots differently overrides `slots_for`.
     """
 
     def __init__(self, query: PoolQuery, parts: Parts) -> None:
         super().__init__(query, parts)
+        self.token_parts = {name: pool for name, pool in parts.pools.items() if not _is_per_request(pool)}
+        """Parts that token slots address, by group name."""
+        self.state_pools = tuple(pool for pool in parts.pools.values() if isinstance(pool, StatePool))
+        """Parts that keep a state per request, one for each shape of state."""
         self._part_of: dict[int, str] = {}
-        for name, pool in parts.pools.items():
+        for name, pool in self.routed_parts().items():
             for layer_id in pool.layer_ids:
                 other = self._part_of.setdefault(layer_id, name)
                 if other != name:
@@ -36,6 +42,10 @@ class RoutedPool(Pool):
                         "routes a layer to one; claim a pool class that knows which buffers are where"
                     )
 
+    def routed_parts(self) -> dict[str, Pool]:
+        """Return the parts that keys and values of a layer are looked for in, by group name."""
+        return self.token_parts
+
     @classmethod
     def buffers(cls, query: PoolQuery) -> tuple[Buffer, ...]:
         """Declare nothing: the parts own the tensors."""
@@ -43,7 +53,7 @@ class RoutedPool(Pool):
 
     @property
     def layer_ids(self) -> tuple[int, ...]:
-        """Global ids of the layers of all parts, ascending."""
+        """Global ids of the layers that token slots address, ascending."""
         return tuple(sorted(self._part_of))
 
     def part_of(self, layer_id: int) -> str:
@@ -54,8 +64,21 @@ class RoutedPool(Pool):
         """
         name = self._part_of.get(layer_id)
         if name is None:
-            raise self.refuse_layer(layer_id)
+            keeps = [pool.refuse_kv(layer_id) for pool in self.state_pools if layer_id in pool.layer_ids]
+            raise keeps[0] if keeps else self.refuse_layer(layer_id)
         return name
+
+    @property
+    def states(self) -> StatePool:
+        """The pool of this worker's states.
+
+        Raises:
+            SlotError: none of its layers on this rank keeps one, or they are of several shapes.
+        """
+        if len(self.state_pools) != 1:
+            found = f"{len(self.state_pools)} shapes; take each of state_pools" if self.state_pools else "no layer here"
+            raise SlotError(f"{self.query.worker} keeps states of {found}")
+        return self.state_pools[0]
 
     def slots_for(self, name: str, loc: torch.Tensor) -> torch.Tensor:
         """Return the slots of a part for the slots that the engine knows; here both are the same."""
@@ -86,6 +109,32 @@ class RoutedPool(Pool):
     def get_value_buffer(self, layer_id: int) -> torch.Tensor:
         """Return the values of a layer, in the numbering of its group."""
         return self.parts.pools[self.part_of(layer_id)].get_value_buffer(layer_id)
+
+    def read_kv(
+        self,
+        layer_id: int,
+        loc: torch.Tensor,
+        k_scale: float | torch.Tensor | None = None,
+        v_scale: float | torch.Tensor | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return dequantised copies of keys and values of the engine's slots `loc`."""
+        name = self.part_of(layer_id)
+        return self.parts.pools[name].read_kv(layer_id, self.slots_for(name, loc), k_scale, v_scale, dtype)
+
+    def get_raw_kv_buffer(self, layer_id: int) -> dict[str, torch.Tensor]:
+        """Return what is stored for a layer by buffer name, in the numbering of its group."""
+        return self.parts.pools[self.part_of(layer_id)].get_raw_kv_buffer(layer_id)
+
+    def set_global_scales(self, layer_id: int, k: float | torch.Tensor, v: float | torch.Tensor) -> None:
+        """Set the factors of all block scales of a layer."""
+        self.parts.pools[self.part_of(layer_id)].set_global_scales(layer_id, k, v)
+
+    def load_workspace(self, layer_id: int, loc: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+        """Dequantise the engine's slots `loc` of a layer (default: all) into the workspace, in its group's numbering."""
+        name = self.part_of(layer_id)
+        slots = None if loc is None else self.slots_for(name, loc)
+        return self.parts.pools[name].load_workspace(layer_id, slots)
 
     def set_kv_buffer(
         self,
@@ -118,14 +167,14 @@ class RoutedPool(Pool):
 
     def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
         """Copy all that slots own, in every part."""
-        for name, pool in self.parts.pools.items():
+        for name, pool in self.token_parts.items():
             pool.move_kv_cache(self.checked_slots_for(name, tgt_loc), self.checked_slots_for(name, src_loc))
 
     def get_cpu_copy(self, indices: torch.Tensor) -> list[torch.Tensor]:
         """Return host copies of all that slots own, part after part."""
         return [
             copy
-            for name, pool in self.parts.pools.items()
+            for name, pool in self.token_parts.items()
             for copy in pool.get_cpu_copy(self.checked_slots_for(name, indices))
         ]
 
@@ -137,12 +186,12 @@ class RoutedPool(Pool):
         """
         self.verify_copies(copies, indices)
         for name, (share, slots) in self._shares(copies, indices).items():
-            self.parts.pools[name].load_cpu_copy(share, slots)
+            self.token_parts[name].load_cpu_copy(share, slots)
 
     def verify_copies(self, copies: Sequence[torch.Tensor], indices: torch.Tensor) -> None:
         """Raise what `load_cpu_copy` would raise, and change nothing."""
         for name, (share, slots) in self._shares(copies, indices).items():
-            self.parts.pools[name].verify_copies(share, slots)
+            self.token_parts[name].verify_copies(share, slots)
 
     def _shares(
         self, copies: Sequence[torch.Tensor], indices: torch.Tensor
@@ -152,7 +201,7 @@ class RoutedPool(Pool):
         Raises:
             SlotError: another number of copies than the parts return.
         """
-        counts = {name: len(pool.get_cpu_copy(indices[:0])) for name, pool in self.parts.pools.items()}
+        counts = {name: len(pool.get_cpu_copy(indices[:0])) for name, pool in self.token_parts.items()}
         if len(copies) != sum(counts.values()):
             raise SlotError(
                 f"{len(copies)} copies for {sum(counts.values())} tensors of the parts "
@@ -167,20 +216,28 @@ class RoutedPool(Pool):
 
     def buffer_infos(self) -> list[BufferInfo]:
         """Describe the per-token tensors of every part; `space` says whose pages they are counted in."""
-        return [info for pool in self.parts.pools.values() for info in pool.buffer_infos()]
+        return [info for pool in self.token_parts.values() for info in pool.buffer_infos()]
 
     def regions(self) -> list[Region]:
         """Return the regions of every part."""
-        return [region for pool in self.parts.pools.values() for region in pool.regions()]
+        return [region for pool in self.token_parts.values() for region in pool.regions()]
 
     def state_infos(self) -> list[BufferInfo]:
         """Describe the states of every part."""
         return [info for pool in self.parts.pools.values() for info in pool.state_infos()]
 
+    def get_state_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
+        """Return pointers, lengths and bytes per slot of the states of every part."""
+        found: tuple[list[int], list[int], list[int]] = ([], [], [])
+        for pool in self.parts.pools.values():
+            for column, own in zip(found, pool.get_state_buf_infos(), strict=True):
+                column.extend(own)
+        return found
+
     @property
     def transfer_kind(self) -> Literal["kv_pairs", "flat", "pages"]:
-        """What all parts are, or ``flat`` where they differ or are several."""
-        kinds = [pool.transfer_kind for pool in self.parts.pools.values()]
+        """What the only part that token slots address is, or ``flat`` where there are several."""
+        kinds = [pool.transfer_kind for pool in self.token_parts.values()]
         return kinds[0] if len(kinds) == 1 else "flat"
 
     def register_layer_transfer(self, transfer: LayerTransfer | None) -> None:
@@ -209,3 +266,8 @@ class RoutedPool(Pool):
             seen.update(new)
             found[name or type(self).__name__] = sum(new.values())
         return found
+
+
+def _is_per_request(pool: Pool) -> bool:
+    """Return whether a part's slots are handed out by request, so that token slots mean nothing to it."""
+    return pool.query.group is not None and pool.query.space.issued_by == "request_pool"

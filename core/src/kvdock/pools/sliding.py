@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class MapsSliding(Protocol):
-    """An allocator that keeps a map from the slots of requests to those of sliding layers."""
+    """An allocator that knows the slots of sliding layers for those of requests."""
 
-    full_to_swa: torch.Tensor
-    """Slot → sliding slot; 0 where the sliding slot was given back."""
+    def translate(self, loc: torch.Tensor) -> torch.Tensor:
+        """Return the sliding slots of the slots `loc` as int64: −1 for −1, 0 where it was given back."""
 
 
 class SlidingPool(RoutedPool):
@@ -33,7 +33,7 @@ class SlidingPool(RoutedPool):
         allocator = parts.allocator
         if allocator is None or not isinstance(allocator, MapsSliding):
             raise PluginError(
-                f"{type(self).__name__} needs an allocator with a map full_to_swa, "
+                f"{type(self).__name__} needs an allocator that translates full slots, "
                 f"not {type(allocator).__name__}; claim SWAAllocator or a subclass for these spaces"
             )
         self._map: MapsSliding = allocator
@@ -46,7 +46,7 @@ class SlidingPool(RoutedPool):
 
     def translate_loc_from_full_to_swa(self, loc: torch.Tensor) -> torch.Tensor:
         """Return the sliding slots of the slots `loc` as int64: −1 for −1, 0 where it was given back."""
-        return self.parts.kernels.translate(self._map.full_to_swa, loc)
+        return self._map.translate(loc)
 
 
 class PureSlidingPool(RoutedPool):
