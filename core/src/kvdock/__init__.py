@@ -6,8 +6,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvdock.builder import KVCache as KVCache
     from kvdock.builder import build as build
+    from kvdock.cache import KVCache as KVCache
     from kvdock.device import DeviceInfo as DeviceInfo
     from kvdock.edge import plan as plan
     from kvdock.errors import BudgetError as BudgetError
@@ -49,7 +49,7 @@ _HOMES = {
     "planner": "CachePlan plan_from",
     "plugins.loading": "Registry",
 }
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()} | {"KVCache": "builder"}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()} | {"KVCache": "cache"}
 
 __all__ = sorted([*_HOME_OF, "__version__"])
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
+from kvdock.cache import KVCache
 from kvdock.errors import BuildError
-from kvdock.layout import TARGET
 from kvdock.planned import Parts
 from kvdock.plugins import resolve
-from kvdock.pools.storage import Tensors, allocate, allocate_overlays, unique_storages
-from kvdock.requests.holdings import Holdings, Span
+from kvdock.pools.storage import Tensors, allocate, allocate_overlays
 from kvdock.storages import bytes_of
 
 if TYPE_CHECKING:
@@ -27,201 +25,6 @@ if TYPE_CHECKING:
 
 DEBUG_VARIABLE = "KVDOCK_DEBUG"
 """Environment variable that turns debug mode on when it is ``1``."""
-
-
-@runtime_checkable
-class _Evicts(Protocol):
-    """An allocator whose oldest tokens give back the slots of sliding layers."""
-
-    def free_swa_rows(
-        self, table: torch.Tensor, rows: Sequence[int], starts: Sequence[int], ends: Sequence[int]
-    ) -> None:
-        """Give back the sliding pages whose last token is in ``starts[i] … ends[i]``."""
-
-    def free_rows(
-        self,
-        table: torch.Tensor,
-        rows: Sequence[int],
-        starts: Sequence[int],
-        ends: Sequence[int],
-        swa_starts: Sequence[int] | None = None,
-    ) -> None:
-        """Give back both sides; `swa_starts` is where `free_swa_rows` ended."""
-
-
-class KVCache:
-    """What `build` returns: everything that an engine runs on, over memory that the plan accounts for.
-
-    Owned by one thread; nothing locks.
-    """
-
-    def __init__(
-        self,
-        plan: CachePlan,
-        req_to_token_pool: RequestPool,
-        allocator: Allocator | None,
-        pools: dict[str, Pool],
-        by_worker: dict[str, Pool],
-        tensors: Sequence[Tensors],
-        debug: bool = False,
-    ) -> None:
-        self.plan = plan
-        self.req_to_token_pool = req_to_token_pool
-        self.pools = pools
-        """Pool of each layer group, drafts' included, by group name."""
-        self.drafts = {worker: pool for worker, pool in by_worker.items() if worker != TARGET}
-        """What each draft worker sees as its KV pool; request pool and allocator are the target's."""
-        self._target = by_worker.get(TARGET)
-        self._allocator = allocator
-        self._tensors = tuple(tensors)
-        self._debug = debug
-        self._slides_whole = allocator is not None and _slides_whole(plan, allocator)
-        page_size = 1 if allocator is None else allocator.page_size
-        self._holdings = Holdings(req_to_token_pool, page_size, self._slides_whole)
-
-    @property
-    def token_to_kv_pool(self) -> Pool:
-        """The KV pool that the target sees.
-
-        Raises:
-            BuildError: no layer of this rank keeps KV.
-        """
-        if self._target is None:
-            raise BuildError("no layer of this rank keeps KV, so there is no token_to_kv_pool")
-        return self._target
-
-    @property
-    def token_to_kv_pool_allocator(self) -> Allocator:
-        """The allocator that requests are numbered by.
-
-        Raises:
-            BuildError: no space of this plan is handed out by an allocator.
-        """
-        if self._allocator is None:
-            raise BuildError("no space of this plan is handed out token by token, so there is no allocator")
-        return self._allocator
-
-    def allocated_bytes(self) -> int:
-        """Return the device bytes of all tensors, each storage once, measured on them."""
-        return _measured(self._tensors, ("device",))
-
-    def host_bytes(self) -> int:
-        """Return the same for host memory, pinned or not."""
-        return _measured(self._tensors, ("host", "pinned"))
-
-    def hold_prefix(self, request: Hashable, borrowed: int = 0, evicted: int = 0) -> None:
-        """Say what of a request's first tokens is not its own, after they were written to its row.
-
-        The slots of the first `borrowed` tokens (whole pages) belong to another holder, such as the request
-        that wrote them or a prefix cache: `evict` and `release` leave them alone, both sides of them. The
-        sliding slots of the first `evicted` tokens were given back before. Both numbers only grow while the
-        request lives, so a request whose own tokens are taken over calls this, too.
-
-        Raises:
-            SlotError: the request has no row or did not write as much, or `borrowed` is no whole number of
-                pages; nothing changes.
-        """
-        self._holdings.hold(request, borrowed, evicted)
-
-    def evict(self, requests: Sequence[Hashable], ends: Sequence[int]) -> None:
-        """Give back the sliding slots of each request's tokens before ``ends[i]``, which have left the window.
-
-        A page goes back whole, together with its last token; how far each request came is remembered for
-        `release`. Where every layer slides it is the request's only slots that go back. Nothing is given
-        back where no space slides. Never waits for the device.
-
-        Raises:
-            SlotError: a request has no row or is named twice, or an end is not from 0 to what it wrote;
-                nothing changes.
-        """
-        spans = self._holdings.due(requests, ends)
-        if not spans or not (self._slides_whole or isinstance(self._allocator, _Evicts)):
-            return
-        if self._debug:
-            self._holdings.check_sole(spans)
-        self._free_left([span.row for span in spans], [span.start for span in spans], [span.end for span in spans])
-        self._holdings.evict(spans)
-
-    def truncate(self, requests: Sequence[Hashable], lengths: Sequence[int]) -> None:
-        """Forget what each request wrote from ``lengths[i]`` on: its slots were taken back, or freed by the caller.
-
-        Call it after `restore_state`, or a request would give back slots that are others' by then.
-
-        Raises:
-            SlotError: a request has no row or is named twice, a length is not from 0 to what it wrote, or
-                what would be forgotten was evicted or is another's; nothing changes.
-        """
-        self._holdings.check_truncate(requests, lengths)
-        self.req_to_token_pool.truncate(requests, lengths)
-
-    def release(self, request: Hashable, kept: int = 0) -> None:
-        """Free all that a request owns, everywhere: its token slots and its row. A second call does nothing.
-
-        The slots of its first `kept` tokens (whole pages) stay with whoever took them over, such as a prefix
-        cache; so do those that `hold_prefix` named.
-
-        Raises:
-            SlotError: `kept` is not from 0 to what the request wrote or no whole number of pages, or slots
-                are freed that are not live or another's; the request keeps its row.
-        """
-        table = self.req_to_token_pool
-        row = table.row_of(request)
-        if row is None:
-            return
-        self._holdings.check_tokens(request, "kept", kept)
-        self._holdings.check_pages(request, "kept", kept)
-        start = max(kept, self._holdings.owned_from(self._holdings.of(request)))
-        span = Span(request, row, start, int(table.lengths[row]))
-        if self._allocator is not None and span.end > span.start:
-            self._free_tokens(self._allocator, span)
-        self._holdings.forget(request)
-        table.free(request)
-
-    def check(self, held: torch.Tensor | None = None) -> None:
-        """Verify that free and live slots and rows add up, and that exactly the slots `held` are live if given.
-
-        Raises:
-            SlotError: names what does not add up.
-        """
-        self.req_to_token_pool.check()
-        if self._allocator is not None:
-            self._allocator.check(held)
-
-    def clear(self) -> None:
-        """Give back every row and slot, and zero every KV buffer."""
-        self._holdings.clear()
-        self.req_to_token_pool.clear()
-        if self._allocator is not None:
-            self._allocator.clear()
-        for pool in self.pools.values():
-            pool.clear()
-
-    def _free_left(self, rows: list[int], starts: list[int], ends: list[int]) -> None:
-        """Give back what left the window: sliding slots, or where every layer slides whole pages."""
-        table = self.req_to_token_pool.req_to_token
-        if isinstance(self._allocator, _Evicts):
-            self._allocator.free_swa_rows(table, rows, starts, ends)
-        elif self._allocator is not None:
-            page_size = self._allocator.page_size
-            firsts, lasts = ([token // page_size * page_size for token in tokens] for tokens in (starts, ends))
-            self._allocator.free_rows(table, rows, firsts, lasts)
-
-    def _free_tokens(self, allocator: Allocator, span: Span) -> None:
-        if self._debug:
-            self._holdings.check_sole([span])
-        table = self.req_to_token_pool.req_to_token
-        if isinstance(allocator, _Evicts):
-            sliding = max(span.start, self._holdings.of(span.request).evicted)
-            allocator.free_rows(table, [span.row], [span.start], [span.end], swa_starts=[sliding])
-        else:
-            allocator.free_rows(table, [span.row], [span.start], [span.end])
-
-
-def _slides_whole(plan: CachePlan, allocator: Allocator) -> bool:
-    """Return whether the slots that requests are numbered by slide themselves, because every layer does."""
-    numbering = plan.outline.numbering
-    slides = numbering is not None and plan.outline.spaces[numbering].window_tokens is not None
-    return slides and not isinstance(allocator, _Evicts)
 
 
 def build(
@@ -427,11 +230,6 @@ def _compare(plan: CachePlan, device_bytes: int, host_bytes: int, subject: str) 
                 f"the plan counts {planned:,} bytes of {memory} memory, but {subject} {found:,}; "
                 "build a plan as it was made, and plan again to change a size (plan.replan)"
             )
-
-
-def _measured(tensors: Sequence[Tensors], memory: Sequence[str]) -> int:
-    raw = [tensor for part in tensors for kind in memory for tensor in part.storages(kind)]
-    return sum(unique_storages(raw).values())
 
 
 def _check_ranks(plan: CachePlan, device: torch.device, group: Any) -> None:

@@ -15,7 +15,7 @@ from kvdock.cli.text import one_line
 from kvdock.errors import BuildError, PlanError
 
 if TYPE_CHECKING:
-    from kvdock.builder import KVCache
+    from kvdock.cache import KVCache
     from kvdock.planner import CachePlan
     from kvdock.testing.driver import Progress, Report
     from kvdock.testing.trace import Arrival

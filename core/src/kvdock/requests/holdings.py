@@ -115,6 +115,25 @@ class Holdings:
                 spans.append(Span(request, holding.row, start, end))
         return spans
 
+    def tails(self, requests: Sequence[Hashable], lengths: Sequence[int]) -> list[Span]:
+        """Return the whole pages that each request wrote beyond the one in which its ``lengths[i]`` tokens end.
+
+        Raises:
+            SlotError: a request has no row or is named twice, or a length is no number of tokens that it wrote.
+        """
+        spans = []
+        for request, length in self._pairs(requests, lengths, "lengths"):
+            self.check_tokens(request, "lengths", length)
+            row = self.of(request).row
+            start, written = -(-length // self._page_size) * self._page_size, int(self._table.lengths[row])
+            if start < written:
+                spans.append(Span(request, row, start, written))
+        return spans
+
+    def slots_in(self, span: Span) -> int:
+        """Return the slots of the pages of a span that begins with a page."""
+        return -(-(span.end - span.start) // self._page_size) * self._page_size
+
     def check_truncate(self, requests: Sequence[Hashable], lengths: Sequence[int]) -> None:
         """Verify that requests can be cut to `lengths` tokens.
 

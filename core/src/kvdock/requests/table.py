@@ -21,16 +21,22 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
+_LONG_RANGE = 64
+"""Columns a range from which the host copies range by range: that needs no index as long as the slots."""
+
+
 class ReqToTokenPool(RequestPool):
     """Rows ``1 … size`` of ``req_to_token``, handed out in turn, so a freed row rests as long as possible.
+
+    A subclass may have rows beside those of the running requests (`extra_rows`).
 
     `lengths[row]` is the number of columns written so far (the largest end), so that a release knows what to
     free; `truncate` lowers it, and a row starts at 0 again when it is handed out. `generation[row]` counts its owners and survives
     `clear`. Both are read-only for callers. The columns of a new row hold what its last owner left.
     """
 
-    features = frozenset({"speculation"})
-    """Rows have columns for the tokens that drafts write past the context."""
+    features = frozenset({"speculation", "disaggregation"})
+    """Rows have columns for the tokens that drafts write past the context; a prefill worker needs nothing more."""
     options = frozenset({"speculative_num_steps", "speculative_topk", "speculative_num_draft_tokens"})
     generation: NDArray[np.int64]
     lengths: NDArray[np.int64]
@@ -39,10 +45,11 @@ class ReqToTokenPool(RequestPool):
         super().__init__(query, parts)
         self.req_to_token = parts.tensors.rows("req_to_token")
         self.size = parts.sizes[REQUESTS]
-        if self.size < 1 or self.req_to_token.shape[0] != self.size + 1:
+        self.row_count = self.size + self.extra_rows(query)
+        if self.size < 1 or self.req_to_token.shape[0] != self.row_count + 1:
             raise BuildError(
-                f"the request table has {self.req_to_token.shape[0]} rows for {self.size} requests and one padding "
-                "row; build with the plan's own sizes"
+                f"the request table has {self.req_to_token.shape[0]} rows for {self.row_count} requests and one "
+                "padding row; build with the plan's own sizes"
             )
         self._free_rows = parts.tensors.rows("free_rows").numpy()
         self.generation = parts.tensors.rows("generation").numpy()
@@ -51,29 +58,35 @@ class ReqToTokenPool(RequestPool):
         self._rows: dict[Hashable, int] = {}
         self._owners: dict[int, Hashable] = {}
         self._head = 0
-        self._free = self.size
+        self._free = self.row_count
         self.generation[:] = 0
         self._reset()
 
     @classmethod
+    def extra_rows(cls, query: RequestQuery) -> int:
+        """Return the rows beside those of the running requests: none."""
+        return 0
+
+    @classmethod
     def buffers(cls, query: RequestQuery) -> tuple[Buffer, ...]:
         """Declare the table on the device; free rows, generations and lengths on the host."""
+        extra, columns = cls.extra_rows(query), (query.columns,)
         return (
-            Buffer(name="req_to_token", role="table", space=REQUESTS, shape=(query.columns,), dtype="int32"),
-            _host_buffer("free_rows", "free_ring", guard=0),
-            _host_buffer("generation", "generation", guard=1),
-            _host_buffer("lengths", "lengths", guard=1),
+            Buffer(name="req_to_token", role="table", space=REQUESTS, shape=columns, dtype="int32", guard=1 + extra),
+            _host_buffer("free_rows", "free_ring", guard=extra),
+            _host_buffer("generation", "generation", guard=1 + extra),
+            _host_buffer("lengths", "lengths", guard=1 + extra),
         )
 
     def alloc(self, requests: Sequence[Hashable]) -> list[int] | None:
         """Return a row for each request; one that has a row keeps it. ``None`` if there are not enough."""
         self._enter()
-        new = [request for request in dict.fromkeys(requests) if request not in self._rows]
+        new = self.without_row(requests)
         if len(new) > self._free:
             return None
         for request in new:
             row = int(self._free_rows[self._head])
-            self._head = (self._head + 1) % self.size
+            self._head = (self._head + 1) % self.row_count
             self._free -= 1
             self._rows[request] = row
             self._owners[row] = request
@@ -92,13 +105,17 @@ class ReqToTokenPool(RequestPool):
         if row is None:
             raise SlotError(f"request {request!r} has no row in the request table; was it freed before?")
         del self._owners[row]
-        self._free_rows[(self._head + self._free) % self.size] = row
+        self._free_rows[(self._head + self._free) % self.row_count] = row
         self._free += 1
 
     def row_of(self, request: Hashable) -> int | None:
         """Return the row of a request, or ``None``."""
         self._enter()
         return self._rows.get(request)
+
+    def without_row(self, requests: Sequence[Hashable]) -> list[Hashable]:
+        """Return those of `requests` that have no row, each once."""
+        return [request for request in dict.fromkeys(requests) if request not in self._rows]
 
     def live_rows(self) -> dict[int, Hashable]:
         """Return the request of each row that is handed out, by row."""
@@ -161,12 +178,12 @@ class ReqToTokenPool(RequestPool):
             SlotError: names the rows that are lost, free twice, or both free and held.
         """
         self._enter()
-        free = [int(self._free_rows[(self._head + i) % self.size]) for i in range(self._free)]
+        free = [int(self._free_rows[(self._head + i) % self.row_count]) for i in range(self._free)]
         held = sorted(self._owners)
         twice = sorted(row for row, times in Counter(free + held).items() if times > 1)
         if twice:
             raise SlotError(f"rows {twice} of the request table are free twice, or free and held")
-        lost = sorted(set(range(1, self.size + 1)) - set(free) - set(held))
+        lost = sorted(set(range(1, self.row_count + 1)) - set(free) - set(held))
         if lost or held != sorted(self._rows.values()):
             raise SlotError(f"rows {lost or held} of the request table are lost: neither free nor held by a request")
 
@@ -177,10 +194,20 @@ class ReqToTokenPool(RequestPool):
             row, start, end = int(ranges.rows[0]), int(ranges.starts[0]), int(ranges.ends[0])
             self.req_to_token[row, start:end].copy_(slots)
             return
+        if slots.shape[0] >= _LONG_RANGE * len(counts) and slots.is_cpu and self.req_to_token.is_cpu:
+            self._copy_ranges(ranges, slots.numpy())
+            return
         device = self.req_to_token.device
         rows = to_device(np.repeat(ranges.rows, counts), device)
         columns = to_device(spread(ranges.starts, counts), device)
         self.parts.kernels.write_rows(self.req_to_token, rows, columns, slots)
+
+    def _copy_ranges(self, ranges: Ranges, slots: NDArray[np.int64]) -> None:
+        table, start = self.req_to_token.numpy(), 0
+        for row, first, last in zip(ranges.rows.tolist(), ranges.starts.tolist(), ranges.ends.tolist(), strict=True):
+            end = start + last - first
+            table[row, first:last] = slots[start:end]
+            start = end
 
     def _lengthen(self, ranges: Ranges) -> None:
         import numpy as np
@@ -188,9 +215,9 @@ class ReqToTokenPool(RequestPool):
         np.maximum.at(self.lengths, ranges.rows, ranges.ends)
 
     def _reset(self) -> None:
-        self._free_rows[:] = range(1, self.size + 1)
+        self._free_rows[:] = range(1, self.row_count + 1)
         self._head = 0
-        self._free = self.size
+        self._free = self.row_count
         self._rows.clear()
         self._owners.clear()
         self.lengths[:] = 0
