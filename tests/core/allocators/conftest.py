@@ -13,7 +13,13 @@ from kvdock.queries import AllocatorQuery
 torch = pytest.importorskip("torch")
 torch.set_num_threads(1)
 
-from kvdock.allocators import PagedAllocator, SWAAllocator, TokenAllocator  # noqa: E402
+from kvdock.allocators import (  # noqa: E402
+    PagedAllocator,
+    PureSWAAllocator,
+    PureSWATokenAllocator,
+    SWAAllocator,
+    TokenAllocator,
+)
 from kvdock.kernels.reference import ReferenceKernels  # noqa: E402
 
 
@@ -71,15 +77,19 @@ def single(size, page_size=1, device="cpu", debug=False, space="full", cls=None,
     return _build(chosen, {space: size}, page_size, device, debug, planned=planned)
 
 
-def sliding(full, swa, page_size=1, device="cpu", debug=False, planned=None):
-    inner = {
-        "full": single(full, page_size, device, debug, "full"),
-        "swa": single(swa, page_size, device, debug, "swa"),
-    }
-    return _build(SWAAllocator, {"full": full, "swa": swa}, page_size, device, debug, inner, planned)
+def sliding(full, swa, page_size=1, device="cpu", debug=False, planned=None, inner=None):
+    """`inner` names the classes of the sides, where they are not core's own."""
+    classes, sizes = inner or {}, {"full": full, "swa": swa}
+    sides = {name: single(size, page_size, device, debug, name, classes.get(name)) for name, size in sizes.items()}
+    return _build(SWAAllocator, sizes, page_size, device, debug, sides, planned)
+
+
+def pure(size, page_size=1, device="cpu", debug=False, cls=None):
+    chosen = cls or (PureSWATokenAllocator if page_size == 1 else PureSWAAllocator)
+    return single(size, page_size, device, debug, "swa", chosen)
 
 
 @pytest.fixture(scope="session")
 def make():
-    """`make.single(size, page_size, …)` and `make.swa(full, swa, page_size, …)`."""
-    return SimpleNamespace(single=single, swa=sliding, query=_query)
+    """`make.single(size, page_size, …)`, `make.swa(full, swa, page_size, …)` and `make.pure(size, page_size, …)`."""
+    return SimpleNamespace(single=single, swa=sliding, pure=pure, query=_query)

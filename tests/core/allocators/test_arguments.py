@@ -82,7 +82,7 @@ def test_debug_compares_device_lengths_with_the_hosts_and_last_slots_with_what_i
 
 def test_an_extend_whose_kernel_fails_takes_nothing(make):
     allocator = make.single(64, 16)
-    with pytest.raises(RuntimeError):
+    with pytest.raises(SlotError, match="lengths on the device ask for 1 pages, but those of the host for 2"):
         # The host says 20 tokens from nothing, the device 15 after a prefix: the slots do not add up.
         allocator.alloc_extend(slots(5), [0], slots(20), [20], slots(-1), 20)
     assert allocator.available_size() == 64

@@ -4,6 +4,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from kvdock.allocators import SortedAllocator  # noqa: E402
+
 BATCH, COLUMNS = 3, 64
 
 
@@ -25,9 +27,10 @@ def drive(allocator, page_size):
     return table
 
 
+@pytest.mark.parametrize("cls", [None, SortedAllocator])
 @pytest.mark.parametrize("page_size", [1, 3, 16])
-def test_single_allocators_never_wait(make, page_size):
-    allocator = make.single(64 * page_size, page_size, device="meta")
+def test_single_allocators_never_wait(make, page_size, cls):
+    allocator = make.single(64 * page_size, page_size, device="meta", cls=cls)
     state = allocator.backup_state()
     table = drive(allocator, page_size)
     allocator.restore_state(state)

@@ -117,3 +117,48 @@ def test_a_free_retires_every_mark():
 def test_a_foreign_state_is_refused(state):
     with pytest.raises(SlotError, match="not made by this allocator"):
         ring(8).rewind(state)
+
+
+def test_staged_pages_wait_behind_the_free_ones_until_they_are_committed():
+    r = ring(5)
+    held = r.take(4)
+    r.stage(held[:3])
+    assert (r.free, r.staged, r.live) == (1, 3, 4)
+    assert r.take(2) is None
+    assert r.take(1).tolist() == [5]
+    r.commit(held[3:])
+    assert (r.free, r.staged) == (4, 0)
+    assert r.take(4).tolist() == [1, 2, 3, 4]
+
+
+def test_a_commit_of_more_than_is_live_frees_nothing():
+    r = ring(4)
+    held = r.take(2)
+    r.stage(held[:1])
+    with pytest.raises(SlotError, match="3 pages are freed but only 2"):
+        r.stage(torch.tensor([2, 2]))
+    assert r.staged == 1
+    with pytest.raises(SlotError, match="3 pages are freed but only 2"):
+        r.commit(torch.tensor([2, 2]))
+    assert (r.free, r.staged) == (2, 0)
+    r.commit()
+    assert r.free == 2
+
+
+def test_staging_retires_marks():
+    r = ring(4)
+    held = r.take(2)
+    mark = r.journal.mark()
+    r.stage(held[:0])
+    r.rewind(mark)
+    r.stage(held[:1])
+    with pytest.raises(SlotError, match="slots were freed"):
+        r.rewind(mark)
+
+
+def test_a_mark_before_what_was_taken_last_gives_it_back():
+    r = ring(4)
+    r.take(1)
+    r.take(2)
+    assert r.rewind(r.journal.mark(2)) == 2
+    assert r.take(3).tolist() == [2, 3, 4]

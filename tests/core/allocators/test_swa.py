@@ -26,11 +26,28 @@ def row_of(held, columns=32):
     return table
 
 
-def test_the_map_has_one_row_a_full_slot_and_a_padding_page(make):
+def test_the_map_has_one_row_a_full_page_and_one_for_padding(make):
     spaces = tuple(Space(name=name, rule=SizeRule(), page_size=16) for name in ("full", "swa"))
     (declared,) = SWAAllocator.buffers(make.query(spaces, {}))
     assert (declared.name, declared.space, declared.dtype, declared.is_kv) == ("full_to_swa", "full", "int64", False)
-    assert declared.rows(64) == 64 + 16
+    pages = declared.units_in({space.name: space for space in spaces}, {"full": 64, "swa": 64})
+    assert (pages, declared.tensor_nbytes(pages)) == (4, (4 + 1) * 8)
+
+
+def test_a_request_that_grows_inside_a_page_writes_no_word_of_the_map(make):
+    allocator = make.swa(32, 16, 4)
+    held = extend(allocator, [0], [2], [-1])
+    allocator.full_to_swa[1] = 3  # what is written now would set it back to 1
+    new = allocator.alloc_decode(torch.tensor([3]), [3], held[1:])
+    assert (new.tolist(), allocator.translate(new).tolist()) == ([6], [14])
+
+
+def test_every_slot_of_a_page_without_a_sliding_page_translates_to_slot_0(make):
+    allocator = make.swa(32, 32, 4)
+    held = allocator.alloc(8)
+    allocator.free_swa_pages(slots(1))
+    assert allocator.translate(held).tolist() == [0, 0, 0, 0, 8, 9, 10, 11]
+    assert allocator.translate(slots(-1, 0, 1, 3, 31).view(1, 5)).tolist() == [[-1, 0, 0, 0, 0]]
 
 
 def test_both_sides_get_the_same_layout(make):
@@ -328,10 +345,10 @@ def test_resize_changes_both_sides_or_neither(make):
 def test_check_finds_sliding_slots_that_nobody_maps_to(make):
     allocator = make.swa(16, 16, 4)
     held = allocator.alloc(8)
-    allocator.full_to_swa[4:8] = 0
+    allocator.full_to_swa[1] = 0
     with pytest.raises(SlotError, match=r"space 'swa': 1 pages, at slots \[4\], are live but held by nobody"):
         allocator.check(held=held)
-    allocator.full_to_swa[4:8] = allocator.full_to_swa[8:12]
+    allocator.full_to_swa[1] = allocator.full_to_swa[2]
     with pytest.raises(SlotError, match="two full pages map to one sliding page"):
         allocator.check()
 
@@ -351,7 +368,7 @@ def test_pages_needed_are_those_of_one_side(make):
 
 def test_a_map_of_another_size_is_refused(make):
     """A-17."""
-    with pytest.raises(BuildError, match="full_to_swa has 24 rows for 32 full slots"):
+    with pytest.raises(BuildError, match="full_to_swa has 3 rows for 32 full slots in pages of 8"):
         make.swa(32, 16, 8, planned={"full": 16, "swa": 16})
 
 
@@ -394,3 +411,11 @@ def test_token_frees_wait_for_the_device_once(make, page_size, monkeypatch):
         allocator.free(held)
     assert (len(reads), waits.found) == (2, [])
     assert (allocator.full_available_size(), allocator.swa_available_size()) == (32, 32)
+
+
+def test_slots_of_any_type_and_shape_translate_to_int64(make):
+    allocator = make.swa(12, 12, 3)
+    allocator.swa.alloc(3)
+    allocator.alloc(6)
+    found = allocator.translate(torch.tensor([[3, 5, -1], [8, 0, 11]], dtype=torch.int32))
+    assert (found.tolist(), found.dtype) == ([[6, 8, -1], [11, 0, 0]], torch.int64)

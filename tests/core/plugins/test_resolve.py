@@ -407,7 +407,8 @@ def test_hook_validate_plan_and_hook_validate_prefill_only_collect_all_objection
 def test_an_objection_without_a_reason_is_refused(registry, mock_plugin, plan_query, answer):
     registry.add(mock_plugin("hw", tier="hardware", objection=lambda query: answer))
     with pytest.raises(
-        PluginError, match=r"validate_plan answered .*; return the reason of an objection as text, a tuple of several or None"
+        PluginError,
+        match=r"validate_plan answered .*; return the reason of an objection as text, a tuple of several or None",
     ):
         resolve.objections(registry, "validate_plan", plan_query)
 

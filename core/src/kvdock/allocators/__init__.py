@@ -2,7 +2,22 @@
 
 from kvdock.allocators.base import Allocator, Shortfall
 from kvdock.allocators.paged import PagedAllocator
+from kvdock.allocators.pure_swa import PureSWAAllocator, PureSWASortedAllocator, PureSWATokenAllocator
+from kvdock.allocators.sorted import SortedAllocator
 from kvdock.allocators.swa import SWAAllocator
 from kvdock.allocators.token import TokenAllocator
+from kvdock.allocators.window import swa_tail_start, swa_tail_tokens
 
-__all__ = ["Allocator", "PagedAllocator", "SWAAllocator", "Shortfall", "TokenAllocator"]
+__all__ = [
+    "Allocator",
+    "PagedAllocator",
+    "PureSWAAllocator",
+    "PureSWASortedAllocator",
+    "PureSWATokenAllocator",
+    "SWAAllocator",
+    "Shortfall",
+    "SortedAllocator",
+    "TokenAllocator",
+    "swa_tail_start",
+    "swa_tail_tokens",
+]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from kvdock.allocators import lengths
 from kvdock.layout import Buffer
 from kvdock.planned import Parts, Planned
 from kvdock.queries import AllocatorQuery
@@ -62,6 +63,17 @@ class Allocator(Planned, abc.ABC):
     def alloc(self, need_size: int, owner: Any = None) -> torch.Tensor | None:
         """Return `need_size` slots ``[need_size]`` (whole pages), or ``None`` if there are not enough."""
 
+    def alloc_pages(self, count: int, owners: Sequence[Any] | None = None) -> torch.Tensor | None:
+        """Return `count` page numbers ``[count]``, int64, or ``None`` if there are not enough.
+
+        `owners` names a holder of each page for debug messages. Here pages come by way of `alloc`, without
+        owners; a class that keeps pages hands them out bare.
+        """
+        slots = self.alloc(count * self.page_size)
+        if slots is None:
+            return None
+        return lengths.pages_of_slots(slots[:: self.page_size], self.page_size).long()
+
     @abc.abstractmethod
     def alloc_extend(
         self,
@@ -107,6 +119,32 @@ class Allocator(Planned, abc.ABC):
         A page of which any token is in the range goes back whole, so `starts` are page bounds unless the
         caller gives up the rest of the page as well. Never waits for the device.
         """
+
+    def verify_pages(self, pages: torch.Tensor) -> None:
+        """Raise what `free_pages` would raise for `pages`, as far as this class can tell, and change nothing."""
+        return
+
+    def verify_slots(self, indices: torch.Tensor) -> None:
+        """With debug, raise what `free` would raise for `indices`, as far as this class can tell."""
+        return
+
+    def verify_live(self, slots: torch.Tensor) -> None:
+        """With debug, verify that `slots` may be written (handed out, or padding), as far as this class can tell."""
+        return
+
+    def verify_growth(
+        self, growth: lengths.Growth, on_device: Mapping[str, torch.Tensor], owners: Sequence[Any] | None = None
+    ) -> None:
+        """Raise what an extend or decode would raise for its device tensors, by name, and change nothing.
+
+        Raises:
+            SlotError: another number of requests than the host's; with debug, what else this class can tell.
+        """
+        lengths.check_batch(len(growth.seq), owners, **on_device)
+
+    def live_pages(self) -> list[int] | None:
+        """Return the pages that are handed out, ascending, or ``None`` where a class cannot tell; slow, for checks."""
+        return None
 
     @abc.abstractmethod
     def available_size(self) -> int:

@@ -97,11 +97,11 @@ class Ledger:
         self._refuse_unknown(numbers // self.page_size)
         repeated = _repeated(numbers).tolist()
         if repeated:
-            named = self._named(_pages(repeated, self.page_size))
+            named = self.named(_pages(repeated, self.page_size))
             raise SlotError(f"{self.name}: slots {_shown(repeated)}{named} appear twice in one call; nothing was freed")
         again = sorted(self._queued_slots.intersection(numbers.tolist()))
         if again:
-            named = self._named(_pages(again, self.page_size))
+            named = self.named(_pages(again, self.page_size))
             raise SlotError(f"{self.name}: slots {_shown(again)}{named} are freed twice in one free group")
 
     def queue(self, pages: torch.Tensor) -> None:
@@ -122,7 +122,8 @@ class Ledger:
         self._state[_to_host(pages)] = _FREED
 
     def close_group(self) -> None:
-        """Note that the free group is over."""
+        """Note that the free group is over: what it held is free."""
+        self._state[self._state == _QUEUED] = _FREED
         self._queued_slots.clear()
 
     def verify_live(self, slots: torch.Tensor) -> None:
@@ -154,7 +155,7 @@ class Ledger:
         wrong = last[last % self.page_size != used - 1]
         if len(wrong):
             raise SlotError(
-                f"{self.name}: last_loc {_shown(wrong.tolist())}{self._named(wrong // self.page_size)} does not have "
+                f"{self.name}: last_loc {_shown(wrong.tolist())}{self.named(wrong // self.page_size)} does not have "
                 f"the place in its page of {self.page_size} that the length gives; nothing was taken"
             )
 
@@ -177,12 +178,12 @@ class Ledger:
         if not len(pages):
             return
         numbers = sorted(set(pages.tolist()))
-        named = self._named(pages)
+        named = self.named(pages)
         slots = [page * self.page_size for page in numbers]
         unit = "slots" if self.page_size == 1 else f"pages of {self.page_size} slots from"
         raise SlotError(f"{self.name}: {unit} {_shown(slots)}{named} {what}; nothing was changed")
 
-    def _named(self, pages: Ints) -> str:
+    def named(self, pages: Ints) -> str:
         """Return whose pages these are: in the rows of the request table now, or as their allocation said."""
         owners = {repr(self._owners[page]) for page in pages.tolist() if self._owners.get(page) is not None}
         owned = f" (owner {', '.join(sorted(owners))})" if owners else ""

@@ -27,13 +27,17 @@ def on_host(lens: Sequence[int] | torch.Tensor, name: str) -> Ints:
     """
     import numpy as np
 
-    device = getattr(lens, "device", None)
-    if device is not None and str(device) != "cpu":
+    is_cpu = getattr(lens, "is_cpu", None)  # of a tensor
+    if is_cpu is False:
+        device = getattr(lens, "device", None)
         raise SlotError(f"{name} is on {device}; give the lengths that the host has: a list or a CPU tensor")
     try:
-        found = np.asarray(lens).reshape(-1)
+        found = lens.numpy() if is_cpu else np.asarray(lens)  # type: ignore[union-attr]
     except ValueError as error:
         raise SlotError(f"{name} is ragged ({error}); give one whole number a request") from error
+    if found.dtype == np.int64 and found.ndim == 1:
+        return found
+    found = found.reshape(-1)
     if found.size and found.dtype.kind not in "iu":
         raise SlotError(f"{name} holds {found.tolist()[:8]}, which are no whole numbers; nothing was changed")
     return found.astype(np.int64, copy=False)
@@ -66,17 +70,59 @@ def pages_of_slots(slots: torch.Tensor, page_size: int) -> torch.Tensor:
     return pages
 
 
-def distinct(pages: torch.Tensor) -> torch.Tensor:
-    """Return each page once; waits for the device once.
+def distinct_pages(slots: torch.Tensor, page_size: int) -> torch.Tensor:
+    """Return each page of `slots` once; waits for the device once.
 
-    Slots come mostly page by page, so dropping repeats of neighbours first leaves little to sort. That needs
-    a wait of its own, so it is done only where nothing waits.
+    Slots come mostly page by page and pages mostly in order, so on the host repeats of neighbours are dropped
+    first, and what ascends then is not sorted. On a device that would be one more wait.
     """
     import torch
 
-    if pages.device.type == "cpu":
-        pages = torch.unique_consecutive(pages)
-    found: torch.Tensor = torch.unique(pages)
+    if not slots.is_cpu:
+        found: torch.Tensor = torch.unique(pages_of_slots(slots, page_size))
+        return found
+    numbers = _pages_on_host(slots, page_size)
+    numbers = numbers[_run_starts(numbers)]
+    if not (numbers[1:] > numbers[:-1]).all():
+        numbers.sort()
+        numbers = numbers[_run_starts(numbers)]
+    return torch.from_numpy(numbers)
+
+
+def whole_and_partial(slots: torch.Tensor, page_size: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the pages of which every slot is here, and those of which some are, if any; `slots` are on the host.
+
+    A page is seen as whole where its slots follow each other. Nobody else can name a whole page, so it needs
+    no comparing; a page that comes in pieces appears once a piece. As no slot is named twice, a run is at most
+    a page long: with as few runs as that allows, all are whole and start a page apart.
+    """
+    import numpy as np
+    import torch
+
+    pages = _pages_on_host(slots, page_size)
+    if (np.count_nonzero(pages[1:] != pages[:-1]) + 1) * page_size == len(pages):
+        return torch.from_numpy(pages[::page_size].copy()), None
+    starts = _run_starts(pages)
+    numbers = pages[starts]
+    whole = np.diff(starts, append=len(pages)) == page_size
+    return torch.from_numpy(numbers[whole]), torch.from_numpy(numbers[~whole])
+
+
+def _pages_on_host(slots: torch.Tensor, page_size: int) -> Ints:
+    numbers: Ints = slots.numpy()
+    if page_size & (page_size - 1):
+        return numbers // page_size
+    return numbers >> (page_size.bit_length() - 1)
+
+
+def _run_starts(numbers: Ints) -> Ints:
+    """Return where runs of one number start."""
+    import numpy as np
+
+    is_start = np.empty(len(numbers), dtype=np.bool_)
+    is_start[:1] = True
+    np.not_equal(numbers[1:], numbers[:-1], out=is_start[1:])
+    found: Ints = is_start.nonzero()[0]
     return found
 
 
@@ -126,6 +172,51 @@ class Growth(NamedTuple):
         """New pages of each request."""
         return pages_of(self.seq, self.page_size) - pages_of(self.prefix, self.page_size)
 
+    @property
+    def page_count(self) -> int:
+        """New pages of the batch."""
+        return int(self.new_pages.sum())
+
+    def page_heads(self) -> Ints:
+        """Return where the first token of each new page stands among the new tokens of the batch."""
+        grown, bound = self.seq - self.prefix, pages_of(self.prefix, self.page_size) * self.page_size
+        return _spread(grown.cumsum() - grown + bound - self.prefix, self.new_pages, self.page_size)
+
+
+class Step(Growth):
+    """A batch of which every request grows by one token."""
+
+    __slots__ = ()
+
+    @property
+    def new_pages(self) -> Ints:
+        """New pages of each request: one where its tokens fill their pages."""
+        found: Ints = (self._in_page() == 0).astype(self.seq.dtype)
+        return found
+
+    @property
+    def page_count(self) -> int:
+        """New pages of the batch."""
+        import numpy as np
+
+        return len(self.seq) - int(np.count_nonzero(self._in_page()))
+
+    def page_heads(self) -> Ints:
+        """Return where the first token of each new page stands: the requests whose token starts one."""
+        found: Ints = (self._in_page() == 0).nonzero()[0]
+        return found
+
+    def _in_page(self) -> Ints:
+        """Return the place of each new token in its page."""
+        size = self.page_size
+        found: Ints = self.prefix % size if size & (size - 1) else self.prefix & (size - 1)
+        return found
+
+
+def owners_of_pages(owners: Sequence[object], counts: Ints) -> list[object]:
+    """Return the owner of each page of requests that have so many."""
+    return [owner for owner, count in zip(owners, counts.tolist(), strict=True) for _ in range(int(count))]
+
 
 def extend_growth(
     lens: tuple[Sequence[int] | torch.Tensor, Sequence[int] | torch.Tensor], extend_num_tokens: int, page_size: int
@@ -149,10 +240,13 @@ def decode_growth(seq_lens: Sequence[int] | torch.Tensor, page_size: int) -> Gro
     Raises:
         SlotError: a length below 1.
     """
+    import numpy as np
+
     seq = on_host(seq_lens, "seq_lens_cpu")
-    if len(seq) and int(seq.min()) < 1:
+    prefix = seq - 1
+    if np.count_nonzero(prefix < 0):
         raise SlotError(f"alloc_decode: seq_lens count the new token, so they are at least 1, not {seq.min()}")
-    return Growth(seq - 1, seq, page_size)
+    return Step(prefix, seq, page_size)
 
 
 def check_batch(batch: int, owners: Sequence[object] | None = None, **tensors: torch.Tensor) -> None:
@@ -162,7 +256,7 @@ def check_batch(batch: int, owners: Sequence[object] | None = None, **tensors: t
         SlotError: names the one that has not; nothing was taken.
     """
     for name, tensor in tensors.items():
-        if tuple(tensor.shape) != (batch,):
+        if tensor.shape != (batch,):
             raise SlotError(
                 f"{name} has shape {list(tensor.shape)}, but seq_lens_cpu holds {batch} requests; give one of each"
             )

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from kvdock.allocators import lengths
 from kvdock.allocators.base import Allocator, Shortfall
 from kvdock.allocators.debug import Ledger
+from kvdock.allocators.freelist import FreeList
 from kvdock.allocators.ring import PageRing
 from kvdock.errors import BuildError, PlanError, SlotError
 from kvdock.layout import Buffer, Space, Unit
@@ -19,32 +22,7 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-
-class FreeGroup:
-    """Frees that wait for the end of their group: page numbers in tensors of their own.
-
-    `exact` pages are named once by contract; `loose` ones come from token frees, where several calls may
-    name one page, and are reduced once, at the end.
-    """
-
-    def __init__(self) -> None:
-        self.exact: list[torch.Tensor] = []
-        self.loose: list[torch.Tensor] = []
-        self.exact_count = 0
-
-    def add(self, pages: torch.Tensor) -> None:
-        """Queue pages that are named once; the tensor is copied, since its owner may reuse it."""
-        self.exact.append(pages.clone())
-        self.exact_count += pages.shape[0]
-
-    def pages(self) -> torch.Tensor | None:
-        """Return every page that was queued, once; ``None`` without any."""
-        import torch
-
-        parts = list(self.exact)
-        if self.loose:
-            parts.append(lengths.distinct(torch.cat(self.loose)))
-        return torch.cat(parts) if parts else None
+    from kvdock.allocators.window import TailGrowth
 
 
 class PagedAllocator(Allocator):
@@ -53,18 +31,24 @@ class PagedAllocator(Allocator):
     Freeing follows one rule: any token of a page gives back the whole page, once. `free` takes tokens and
     may wait for the device once; `free_pages` and `free_rows` take what the host knows and never wait. In
     a free group, pages are recorded when they are queued, and several token frees may name one page.
+
+    Under decode-context parallelism the ranks share each request's tokens, and all ranks number alike: a page
+    here is a page on every rank, so `page_size` and `size` (and the sizes of a resize) are the plan's of one
+    rank times the ranks.
     """
+
+    features = frozenset({"dcp"})
+    """Pages and capacity count the tokens of all ranks of decode-context parallelism."""
 
     def __init__(self, query: AllocatorQuery, parts: Parts) -> None:
         super().__init__(query, parts)
         space = only_space(query)
         self.space = space.name
         self.page_size = space.page_size
-        self.size = parts.sizes[space.name]
-        ids = parts.tensors.rows("free_ring")
-        self._ring = PageRing(f"space {space.name!r}", ids, self._planned_pages(int(ids.shape[0])))
-        self._device = ids.device
-        self._group: FreeGroup | None = None
+        self.size = parts.sizes[space.name] * query.parallel.dcp_size
+        self._ring = self._make_free_list(parts)
+        self._group: list[torch.Tensor] | None = None
+        """In a free group, the pages of tokens that were part of a page; others may name the rest of it."""
         name, capacity = self._ring.journal.name, self._ring.capacity
         self._ledger = Ledger(name, self.page_size, capacity, parts.request_pool) if parts.debug else None
         if self.page_size > 1:
@@ -91,6 +75,16 @@ class PagedAllocator(Allocator):
         count = need_size // self.page_size
         pages = self._take(count, None if owner is None else [owner] * count)
         return None if pages is None else self._slots_of(pages)
+
+    def alloc_pages(self, count: int, owners: Sequence[Any] | None = None) -> torch.Tensor | None:
+        """Return `count` page numbers in order; `owners` names a holder of each for debug messages.
+
+        Raises:
+            SlotError: `count` is negative.
+        """
+        if count < 0:
+            raise SlotError(f"{self._name}: alloc_pages({count}) asks for fewer than no pages")
+        return self._take(count, owners)
 
     def alloc_extend(
         self,
@@ -139,14 +133,14 @@ class PagedAllocator(Allocator):
     def free(self, indices: torch.Tensor) -> None:
         """Give back the pages of these tokens; waits for the device once (in a group: at its end)."""
         self.verify_slots(indices)
-        pages = lengths.pages_of_slots(indices.reshape(-1), self.page_size)
-        if self._group is None:
-            self._give(lengths.distinct(pages))
+        slots = indices if indices.dim() == 1 else indices.reshape(-1)
+        if not slots.shape[0]:
             return
-        if not pages.shape[0]:
+        if self._group is None:
+            self._give(lengths.distinct_pages(slots, self.page_size))
             return
         self._ring.journal.freed()
-        self._group.loose.append(pages.clone() if self.page_size == 1 else pages)
+        self._queue_slots(slots, self._group)
         if self._ledger is not None:
             self._ledger.queue_slots(indices)
 
@@ -237,7 +231,7 @@ class PagedAllocator(Allocator):
         self._enter()
         if self._group is not None:
             raise SlotError(f"{self._name}: a free group is open already; end it before the next one begins")
-        self._group = FreeGroup()
+        self._group = []
 
     def free_group_end(self) -> None:
         """Give back what was collected; waits for the device once if tokens were freed.
@@ -250,9 +244,7 @@ class PagedAllocator(Allocator):
         if self._group is None:
             raise SlotError(f"{self._name}: no free group is open; call free_group_begin first")
         group, self._group = self._group, None
-        pages = group.pages()
-        if pages is not None:
-            self._give(pages)
+        self._ring.commit(_distinct_pages(group))
         if self._ledger is not None:
             self._ledger.close_group()
 
@@ -320,6 +312,10 @@ class PagedAllocator(Allocator):
     def _name(self) -> str:
         return self._ring.journal.name
 
+    def _make_free_list(self, parts: Parts) -> FreeList:
+        ids = parts.tensors.rows("free_ring")
+        return PageRing(f"space {self.space!r}", ids, self._planned_pages(int(ids.shape[0])))
+
     def _planned_pages(self, rows: int) -> int:
         if self.size < self.page_size or self.size % self.page_size or rows != self.size // self.page_size:
             raise BuildError(
@@ -340,15 +336,18 @@ class PagedAllocator(Allocator):
         return pages
 
     def _grown(
-        self, growth: lengths.Growth, owners: Sequence[Any] | None, to_slots: Callable[[torch.Tensor], torch.Tensor]
+        self,
+        growth: lengths.Growth | TailGrowth,
+        owners: Sequence[Any] | None,
+        to_slots: Callable[[torch.Tensor], torch.Tensor],
     ) -> torch.Tensor | None:
         """Return the slots of a growth; a kernel that fails gives the pages back."""
-        before = self.backup_state()
-        pages = self._take(int(growth.new_pages.sum()), self._owners_of_pages(owners, growth.new_pages))
+        count = growth.page_count
+        pages = self._take(count, self._owners_of_pages(owners, growth))
         try:
             return None if pages is None else to_slots(pages)
         except BaseException:
-            self.restore_state(before)
+            self.restore_state(self._ring.journal.mark(count))
             raise
 
     def _give(self, pages: torch.Tensor) -> None:
@@ -359,24 +358,35 @@ class PagedAllocator(Allocator):
             if self._ledger is not None:
                 self._ledger.give(pages)
             return
-        self._ring.journal.freed()
-        self._group.add(pages)
+        self._ring.stage(pages)
         if self._ledger is not None:
             self._ledger.queue(pages)
 
     def _require_live(self, count: int) -> None:
-        queued = 0 if self._group is None else self._group.exact_count
-        self._ring.require_live(queued + count)
+        self._ring.require_live(self._ring.staged + count)
 
-    def _owners_of_pages(self, owners: Sequence[Any] | None, counts: NDArray[np.int64]) -> list[Any] | None:
+    def _queue_slots(self, slots: torch.Tensor, group: list[torch.Tensor]) -> None:
+        """Stage whole pages, which nobody else can name, and remember the others; a device would have to be asked."""
+        if not slots.is_cpu:
+            pages = lengths.pages_of_slots(slots, self.page_size)
+            group.append(pages.clone() if self.page_size == 1 else pages)
+            return
+        whole, partial = lengths.whole_and_partial(slots, self.page_size)
+        self._ring.stage(whole)
+        if partial is not None:
+            group.append(partial)
+
+    def _owners_of_pages(self, owners: Sequence[Any] | None, growth: lengths.Growth | TailGrowth) -> list[Any] | None:
         if self._ledger is None or owners is None:
             return None
-        return [owner for owner, count in zip(owners, counts.tolist(), strict=True) for _ in range(int(count))]
+        return lengths.owners_of_pages(owners, growth.new_pages)
 
     def _slots_of(self, pages: torch.Tensor) -> torch.Tensor:
         if self.page_size == 1:
             return pages
-        return (pages.unsqueeze(1) * self.page_size + self._offsets).view(-1)
+        import torch
+
+        return torch.add(self._offsets, pages.unsqueeze(1), alpha=self.page_size).view(-1)
 
     def _reset(self, pages: int) -> None:
         self._ring.reset(pages)
@@ -410,11 +420,18 @@ class PagedAllocator(Allocator):
     def _refuse(self, pages: NDArray[np.int64], what: str) -> None:
         if len(pages):
             slots = [int(page) * self.page_size for page in pages[:8]]
-            raise SlotError(f"{self._name}: {len(pages)} pages, at slots {slots}, {what}")
+            named = "" if self._ledger is None else self._ledger.named(pages)
+            raise SlotError(f"{self._name}: {len(pages)} pages, at slots {slots}{named}, {what}")
+
+
+def _distinct_pages(parts: list[torch.Tensor]) -> torch.Tensor | None:
+    import torch
+
+    return lengths.distinct_pages(torch.cat(parts), 1) if parts else None
 
 
 def only_space(query: AllocatorQuery) -> Space:
-    """Return the one space of a query.
+    """Return the one space of a query, its pages as large as the allocator's: over all ranks that share tokens.
 
     Raises:
         PlanError: the query asks for several spaces, which is a composite's work.
@@ -422,7 +439,8 @@ def only_space(query: AllocatorQuery) -> Space:
     if len(query.spaces) != 1:
         names = [space.name for space in query.spaces]
         raise PlanError(f"this allocator serves one space, not {names}; claim a composite such as SWAAllocator")
-    return query.spaces[0]
+    space = query.spaces[0]
+    return msgspec.structs.replace(space, page_size=space.page_size * query.parallel.dcp_size)
 
 
 def _offsets(parts: Parts, page_size: int) -> torch.Tensor:

@@ -1,22 +1,24 @@
-"""Full and sliding slots in step: one numbering for requests, and a map to the sliding layers' slots."""
+"""Full and sliding slots in step: one numbering for requests, and a map to the sliding layers' pages."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvdock.allocators import lengths
+from kvdock.allocators import lengths, window
 from kvdock.allocators.base import Allocator, Shortfall
 from kvdock.allocators.debug import named_holders
-from kvdock.allocators.paged import PagedAllocator
 from kvdock.allocators.ring import Journal, Mark
-from kvdock.errors import BuildError, PlanError, SlotError
+from kvdock.errors import BuildError, SlotError
 from kvdock.layout import FULL, SWA, Buffer, Unit
 from kvdock.planned import Parts
 from kvdock.queries import AllocatorQuery
 
 if TYPE_CHECKING:
     import torch
+
+    Lens = Sequence[int] | torch.Tensor
+    Batch = tuple[torch.Tensor, Lens, torch.Tensor, Lens, torch.Tensor, int]
 
 
 class SWAState(NamedTuple):
@@ -31,7 +33,9 @@ class SWAAllocator(Allocator):
     """Hands out a full and a sliding slot for each token; requests are numbered in full slots.
 
     Both sides get the same layout, so a full page pairs with one sliding page and a slot keeps its offset.
-    `full_to_swa` maps slot to slot; 0 (padding) where the sliding slot was given back.
+    `full_to_swa` maps page to page; 0 (padding) where the sliding page was given back or never taken, and
+    every slot of such a page translates to slot 0. A page's word is written when it is handed out, so a
+    request that grows inside a page writes nothing.
 
     Tokens leave the window from the oldest on. A sliding page goes back whole, together with its *last*
     token: a page that is partly visible is kept and stays mapped. `free_swa_rows` therefore takes each row's
@@ -39,51 +43,55 @@ class SWAAllocator(Allocator):
     `swa_starts` how far that went. Neither waits for the device. The token forms `free` and `free_swa` look
     at the map instead, and wait once.
 
-    After `restore_state` the map of slots that are not live is left as it is; a slot's entry is written when
-    it is handed out. The inner allocators are driven by this class alone.
+    After `restore_state` the map of pages that are not live is left as it is. The inner allocators are driven
+    by this class alone, through the interface of `Allocator`.
     """
+
+    features = frozenset({"disaggregation"})
+    """A decode worker takes tails; in which order pages come is the sides' own, and they are asked for it, too."""
 
     def __init__(self, query: AllocatorQuery, parts: Parts) -> None:
         super().__init__(query, parts)
-        self.page_size = _common_page_size(query)
+        self.page_size = window.common_page_size(query)
         self.full, self.swa = parts.allocators[FULL], parts.allocators[SWA]
         self.size = self.full.size
         self.full_to_swa = parts.tensors.rows("full_to_swa")
-        if self.full_to_swa.shape[0] != self.size + self.page_size:
+        if self.full_to_swa.shape[0] != self.size // self.page_size + 1:
             raise BuildError(
-                f"the map full_to_swa has {self.full_to_swa.shape[0]} rows for {self.size} full slots and one padding "
-                f"page of {self.page_size}; build with the plan's own sizes"
+                f"the map full_to_swa has {self.full_to_swa.shape[0]} rows for {self.size} full slots in pages of "
+                f"{self.page_size} and a padding page; build with the plan's own sizes"
             )
-        self._map_by_page = self.full_to_swa.view(-1, self.page_size)
         self._journal = Journal("spaces 'full' and 'swa'")
-        self._grouping = False
+        self._grouping = self._has_queued = False
         self.full_to_swa.zero_()
 
     @classmethod
     def buffers(cls, query: AllocatorQuery) -> tuple[Buffer, ...]:
-        """Declare the map, 8 bytes a full slot; the inner allocators declare their own.
+        """Declare the map, 8 bytes a full page; the inner allocators declare their own.
 
         Raises:
             PlanError: the spaces are not ``full`` and ``swa``, or have different page sizes.
         """
-        page_size = _common_page_size(query)
-        return (
-            Buffer(
-                name="full_to_swa",
-                role="map",
-                space=FULL,
-                unit=Unit.SLOT,
-                guard=page_size,
-                shape=(),
-                dtype="int64",
-            ),
-        )
+        window.common_page_size(query)
+        return (Buffer(name="full_to_swa", role="map", space=FULL, unit=Unit.PAGE, shape=(), dtype="int64"),)
 
     def alloc(self, need_size: int, owner: Any = None) -> torch.Tensor | None:
         """Return `need_size` full slots, each mapped to a sliding one; ``None`` if either side is short."""
         if need_size > self.available_size():
             return None
-        return self._pair(self.full.alloc(need_size, owner), self.swa.alloc(need_size, owner))
+        count = need_size // self.page_size
+        return self._in_step(
+            lambda: self.full.alloc(need_size, owner),
+            lambda slots: self._pages_of(slots[:: self.page_size]),
+            count,
+            None if owner is None else [owner] * count,
+        )
+
+    def alloc_pages(self, count: int, owners: Sequence[Any] | None = None) -> torch.Tensor | None:
+        """Return `count` full pages, each mapped to a sliding one; ``None`` if either side is short."""
+        if count * self.page_size > self.available_size():
+            return None
+        return self._in_step(lambda: self.full.alloc_pages(count, owners), lambda pages: pages, count, owners)
 
     def alloc_extend(
         self,
@@ -102,15 +110,32 @@ class SWAAllocator(Allocator):
                 in one argument than in the others; with debug, device lengths other than the host's, or a
                 `last_loc` that is not where the request's last token can be. Nothing is taken.
         """
-        growth = lengths.extend_growth((prefix_lens_cpu, seq_lens_cpu), extend_num_tokens, self.page_size)
-        on_device = {"prefix_lens": prefix_lens, "seq_lens": seq_lens, "last_loc": last_loc}
-        swa_last = self._verify_growth(growth, on_device, owners)
-        if int(growth.new_pages.sum()) * self.page_size > self.available_size():
-            return None
-        batch = (prefix_lens, prefix_lens_cpu, seq_lens, seq_lens_cpu)
-        full = self.full.alloc_extend(*batch, last_loc, extend_num_tokens, owners)
-        swa = self.swa.alloc_extend(*batch, swa_last, extend_num_tokens, owners)
-        return self._pair(full, swa)
+        batch = (prefix_lens, prefix_lens_cpu, seq_lens, seq_lens_cpu, last_loc, extend_num_tokens)
+        return self._extended(batch, None, owners)
+
+    def alloc_extend_swa_tail(
+        self,
+        prefix_lens: torch.Tensor,
+        prefix_lens_cpu: Sequence[int] | torch.Tensor,
+        seq_lens: torch.Tensor,
+        seq_lens_cpu: Sequence[int] | torch.Tensor,
+        last_loc: torch.Tensor,
+        extend_num_tokens: int,
+        swa_tail_lens: Sequence[int] | torch.Tensor,
+        owners: Sequence[Any] | None = None,
+    ) -> torch.Tensor | None:
+        """Return the full slots of a batch of which only the newest `swa_tail_lens` tokens get sliding slots.
+
+        A tail begins at a page bound (`swa_tail_start`); the tokens before it translate to 0, as if they had
+        left the window, so that is where `free_swa_rows` starts and what `swa_starts` names. What a request
+        held on the sliding side before is left as it is. ``None`` if either side is short.
+
+        Raises:
+            SlotError: what `alloc_extend` refuses, a tail below 0, or one that starts behind the page in which
+                its request goes on. Nothing is taken.
+        """
+        batch = (prefix_lens, prefix_lens_cpu, seq_lens, seq_lens_cpu, last_loc, extend_num_tokens)
+        return self._extended(batch, swa_tail_lens, owners)
 
     def alloc_decode(
         self,
@@ -125,26 +150,23 @@ class SWAAllocator(Allocator):
             SlotError: a length below 1, and what `alloc_extend` refuses. Nothing is taken.
         """
         growth = lengths.decode_growth(seq_lens_cpu, self.page_size)
-        swa_last = self._verify_growth(growth, {"seq_lens": seq_lens, "last_loc": last_loc}, owners)
-        if int(growth.new_pages.sum()) * self.page_size > self.available_size():
-            return None
-        full = self.full.alloc_decode(seq_lens, seq_lens_cpu, last_loc, owners)
-        swa = self.swa.alloc_decode(seq_lens, seq_lens_cpu, swa_last, owners)
-        return self._pair(full, swa)
+        on_device = {"seq_lens": seq_lens, "last_loc": last_loc}
+        batch = (seq_lens, seq_lens_cpu, last_loc, owners)
+        return self._grown(growth, None, on_device, owners, lambda: self.full.alloc_decode(*batch))
 
     def translate(self, loc: torch.Tensor) -> torch.Tensor:
-        """Return the sliding slots of full slots: −1 for −1, 0 where the sliding slot was given back."""
-        return self.parts.kernels.translate(self.full_to_swa, loc)
+        """Return the sliding slots of full slots: −1 for −1, 0 where the sliding page is not there."""
+        return self.parts.kernels.translate(self.full_to_swa, loc, self.page_size)
 
     def free(self, indices: torch.Tensor) -> None:
         """Give back the full pages of these tokens, and their sliding pages where there still are any.
 
         Waits for the device once.
         """
-        _verify_slots(self.full, indices)
+        self.full.verify_slots(indices)
         numbers, mapped = self._looked_up(self._pages_of(indices.reshape(-1).to(self.full_to_swa.dtype)))
         pages, swa_pages = (lengths.to_device(found, indices.device) for found in (numbers, mapped[mapped != 0]))
-        _verify(self.swa, swa_pages)
+        self.swa.verify_pages(swa_pages)
         if self._grouping:
             # Several token frees of one group may name one full page; the inner group reduces them at its end.
             self.full.free(indices)
@@ -159,7 +181,7 @@ class SWAAllocator(Allocator):
             SlotError: more pages than are live; nothing changes.
         """
         pages = pages.to(self.full_to_swa.dtype)
-        self._free_both(pages, self._mapped_pages(pages) if has_swa else pages[:0])
+        self._free_both(pages, pages if has_swa else pages[:0])
 
     def free_rows(
         self,
@@ -181,11 +203,11 @@ class SWAAllocator(Allocator):
         whole = ranges.page_bounds(self.page_size)
         pages = whole.pages(table)
         if swa_starts is None:
-            self._free_both(pages, self._mapped_pages(pages))
+            self._free_both(pages, pages)
             return
-        live = whole.from_tokens(_checked_swa_starts(ranges, swa_starts))
+        live = whole.from_tokens(window.checked_swa_starts(ranges, swa_starts))
         chosen = lengths.to_device(live.positions_in(whole), table.device)
-        self._free_both(pages, self._mapped_pages(pages[chosen]))
+        self._free_both(pages, pages[chosen])
 
     def free_swa(self, indices: torch.Tensor) -> None:
         """Give back the sliding pages whose last token is among these full slots; those without one are skipped.
@@ -196,8 +218,7 @@ class SWAAllocator(Allocator):
         is_last = slots % self.page_size == self.page_size - 1
         # Page 0 has no sliding page, so a token that is not the last of its page is skipped as well.
         pages, swa_pages = self._looked_up(self._pages_of(slots) * is_last)
-        found = lengths.to_device(pages[swa_pages != 0], indices.device)
-        self._free_swa_of(found)
+        self._free_swa_of(lengths.to_device(pages[swa_pages != 0], indices.device))
 
     def free_swa_pages(self, pages: torch.Tensor) -> None:
         """Give back the sliding pages of full pages that still have one; never waits for the device."""
@@ -232,14 +253,51 @@ class SWAAllocator(Allocator):
         """Return the new pages, the same on both sides."""
         return self.full.pages_needed(prefix_lens, seq_lens)
 
-    def shortfall(self, pages: int) -> tuple[Shortfall, ...]:
-        """Say which side lacks how many slots."""
-        return self.full.shortfall(pages) + self.swa.shortfall(pages)
+    def swa_pages_needed(
+        self, prefix_lens: Sequence[int], seq_lens: Sequence[int], swa_tail_lens: Sequence[int]
+    ) -> int:
+        """Return the new sliding pages that `alloc_extend_swa_tail` takes; `pages_needed` is the full side.
+
+        Raises:
+            SlotError: what `alloc_extend_swa_tail` refuses of these lengths.
+        """
+        return window.tail_pages_needed(prefix_lens, seq_lens, swa_tail_lens, self.page_size)
+
+    def shortfall(self, pages: int, swa_pages: int | None = None) -> tuple[Shortfall, ...]:
+        """Say which side lacks how many slots for `pages` pages, `swa_pages` of them on the sliding side (default: all)."""
+        return self.full.shortfall(pages) + self.swa.shortfall(pages if swa_pages is None else swa_pages)
+
+    def verify_pages(self, pages: torch.Tensor) -> None:
+        """Raise what `free_pages` would raise for full `pages`, and change nothing."""
+        pages = pages.to(self.full_to_swa.dtype)
+        self._verified(pages, pages)
+
+    def verify_slots(self, indices: torch.Tensor) -> None:
+        """With debug, raise what `free` would raise for full slots, and change nothing. Without, do nothing."""
+        self.full.verify_slots(indices)
 
     def verify_live(self, slots: torch.Tensor) -> None:
         """With debug, verify that full `slots` may be written: handed out, or padding."""
-        if isinstance(self.full, PagedAllocator):
-            self.full.verify_live(slots)
+        self.full.verify_live(slots)
+
+    def verify_growth(
+        self, growth: lengths.Growth, on_device: Mapping[str, torch.Tensor], owners: Sequence[Any] | None = None
+    ) -> None:
+        """Raise what an extend or decode would raise for its device tensors, on either side, and change nothing.
+
+        Raises:
+            SlotError: another number of requests than the host's; with debug, lengths other than the host's,
+                or last slots that are not live where a page goes on.
+        """
+        lengths.check_batch(len(growth.seq), owners, **on_device)
+        self.full.verify_growth(growth, on_device, owners)
+        if self.parts.debug:
+            last = self.translate(on_device["last_loc"])
+            self.swa.verify_growth(growth, {**on_device, "last_loc": last}, owners)
+
+    def live_pages(self) -> list[int] | None:
+        """Return the full pages that are handed out, ascending, or ``None`` where the full side cannot tell."""
+        return self.full.live_pages()
 
     def free_group_begin(self) -> None:
         """Collect the frees that follow; sliding pages are looked up when they are queued."""
@@ -249,7 +307,9 @@ class SWAAllocator(Allocator):
 
     def free_group_end(self) -> None:
         """Give back what was collected, on both sides."""
-        self._grouping = False
+        if self._has_queued:
+            self._journal.freed()  # one side may have given back alone, and a restore is for both or neither
+        self._grouping = self._has_queued = False
         try:
             self.full.free_group_end()
         finally:
@@ -290,6 +350,7 @@ class SWAAllocator(Allocator):
             self.swa.resize({SWA: sizes.get(SWA, self.swa.size)})
         except SlotError:
             self.full.resize({FULL: before})
+            self._journal.freed()
             raise
         self.size = self.full.size
         self._forget()
@@ -305,37 +366,76 @@ class SWAAllocator(Allocator):
         self.full.check(held)
         if held is not None:
             pages = torch.unique(held.to(torch.int64) // self.page_size)
-        elif isinstance(self.full, PagedAllocator):
-            pages = torch.tensor(self.full.live_pages(), dtype=torch.int64, device=self.full_to_swa.device)
         else:
-            self.swa.check()
-            return
-        mapped = self._map_by_page[pages, 0]
+            live = self.live_pages()
+            if live is None:
+                self.swa.check()
+                return
+            pages = torch.tensor(live, dtype=torch.int64)
+        mapped = self.full_to_swa[pages.to(self.full_to_swa.device)]
         mapped = mapped[mapped != 0]
         if torch.unique(mapped).numel() != mapped.numel():
             raise SlotError("two full pages map to one sliding page; the map full_to_swa is damaged")
-        self.swa.check(mapped)
+        self.swa.check(mapped * self.page_size)
 
-    def _pair(self, full: torch.Tensor | None, swa: torch.Tensor | None) -> torch.Tensor | None:
-        """Map `full` to `swa`; both were checked to be there before either side was asked."""
-        if full is None or swa is None:
-            raise SlotError(
-                "a side handed out less than its available_size: it is also driven by somebody else; "
-                "allocate through the composite alone"
-            )
-        self.full_to_swa.scatter_(0, full.to(self.full_to_swa.dtype), swa.to(self.full_to_swa.dtype))
+    def _extended(self, batch: Batch, swa_tail_lens: Lens | None, owners: Sequence[Any] | None) -> torch.Tensor | None:
+        prefix_lens, prefix_lens_cpu, seq_lens, seq_lens_cpu, last_loc, tokens = batch
+        growth = lengths.extend_growth((prefix_lens_cpu, seq_lens_cpu), tokens, self.page_size)
+        tails = None if swa_tail_lens is None else window.tail_growth(growth, swa_tail_lens)
+        on_device = {"prefix_lens": prefix_lens, "seq_lens": seq_lens, "last_loc": last_loc}
+        return self._grown(growth, tails, on_device, owners, lambda: self.full.alloc_extend(*batch, owners))
+
+    def _grown(
+        self,
+        growth: lengths.Growth,
+        tails: window.TailGrowth | None,
+        on_device: Mapping[str, torch.Tensor],
+        owners: Sequence[Any] | None,
+        take: Callable[[], torch.Tensor | None],
+    ) -> torch.Tensor | None:
+        """Return the full slots that `take` gets for a growth, its new pages mapped; ``None`` if a side is short."""
+        self.verify_growth(growth, on_device, owners)
+        sliding, size = tails or growth, self.page_size
+        pages, swa_pages = growth.page_count, sliding.page_count
+        if pages * size > self.full_available_size() or swa_pages * size > self.swa_available_size():
+            return None
+        if not pages:
+            return take()
+        named = lengths.owners_of_pages(owners, sliding.new_pages) if owners is not None and self.parts.debug else None
+        return self._in_step(take, lambda slots: self._new_pages(slots, growth), swa_pages, named, tails)
+
+    def _in_step(
+        self,
+        take: Callable[[], torch.Tensor | None],
+        to_pages: Callable[[torch.Tensor], torch.Tensor],
+        count: int,
+        owners: Sequence[Any] | None,
+        tails: window.TailGrowth | None = None,
+    ) -> torch.Tensor | None:
+        """Return what `take` gets of the full side, and map its pages to `count` sliding ones; both sides or neither."""
+        before = self.full.backup_state(), self.swa.backup_state()
+        try:
+            found, swa_pages = take(), self.swa.alloc_pages(count, owners)
+            if found is None or swa_pages is None:
+                raise SlotError(
+                    "a side handed out less than its available_size: it is also driven by somebody else; "
+                    "allocate through the composite alone"
+                )
+            words = swa_pages if tails is None else window.among_new_pages(tails, swa_pages)
+            self.full_to_swa.scatter_(0, to_pages(found).to(self.full_to_swa.dtype), words)
+        except BaseException:
+            self.full.restore_state(before[0])
+            self.swa.restore_state(before[1])
+            raise
         self._journal.position += 1
-        return full
+        return found
 
-    def _verify_growth(
-        self, growth: lengths.Growth, on_device: Mapping[str, torch.Tensor], owners: Sequence[Any] | None
-    ) -> torch.Tensor:
-        """Verify a growth on both sides before either takes a page; return the last slots of the sliding side."""
-        lengths.check_batch(len(growth.seq), owners, **on_device)
-        _verify_growth(self.full, growth, on_device)
-        swa_last = self.translate(on_device["last_loc"])
-        _verify_growth(self.swa, growth, {**on_device, "last_loc": swa_last})
-        return swa_last
+    def _new_pages(self, slots: torch.Tensor, growth: lengths.Growth) -> torch.Tensor:
+        """Return the new full pages among the new slots of a batch, from one slot a page."""
+        if self.page_size == 1:
+            return slots
+        heads = lengths.to_device(growth.page_heads(), slots.device)
+        return self._pages_of(slots.index_select(0, heads))
 
     def _looked_up(self, pages: torch.Tensor) -> tuple[lengths.Ints, lengths.Ints]:
         """Return each full page once, and its sliding page (0: none), on the host; waits for the device once."""
@@ -347,21 +447,27 @@ class SWAAllocator(Allocator):
 
     def _mapped_pages(self, pages: torch.Tensor) -> torch.Tensor:
         """Return the sliding page of each full page, 0 where it was given back."""
-        return self._pages_of(self._map_by_page[:, 0].index_select(0, pages))
+        return self.full_to_swa.index_select(0, pages)
 
     def _pages_of(self, slots: torch.Tensor) -> torch.Tensor:
         return lengths.pages_of_slots(slots, self.page_size)
 
-    def _free_both(self, pages: torch.Tensor, swa_pages: torch.Tensor) -> None:
-        _verify(self.full, pages)
-        self._verify_mapped(pages, swa_pages)
-        _verify(self.swa, swa_pages)
+    def _free_both(self, pages: torch.Tensor, visible: torch.Tensor) -> None:
+        swa_pages = self._verified(pages, visible)
         self.full.free_pages(pages)
         self._drop(pages, swa_pages)
 
+    def _verified(self, pages: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+        """Return the sliding pages of `visible`, those of `pages` that have one, after verifying both sides."""
+        self.full.verify_pages(pages)  # before the map is read at numbers that may not exist
+        swa_pages = self._mapped_pages(visible)
+        self._verify_mapped(pages, swa_pages)
+        self.swa.verify_pages(swa_pages)
+        return swa_pages
+
     def _free_swa_of(self, pages: torch.Tensor) -> None:
         if self.parts.debug:
-            _verify(self.full, pages)
+            self.full.verify_pages(pages)
         swa_pages = self._mapped_pages(pages)
         self._verify_mapped(pages, swa_pages)
         self._drop(pages, swa_pages)
@@ -371,8 +477,9 @@ class SWAAllocator(Allocator):
         if not pages.shape[0]:
             return
         self.swa.free_pages(swa_pages)
-        self._map_by_page.index_fill_(0, pages, 0)
+        self.full_to_swa.index_fill_(0, pages, 0)
         self._journal.freed()
+        self._has_queued |= self._grouping
 
     def _verify_mapped(self, pages: torch.Tensor, swa_pages: torch.Tensor) -> None:
         """With debug, verify that none of the sliding pages of `pages` (or of some of them) went back before."""
@@ -388,41 +495,5 @@ class SWAAllocator(Allocator):
 
     def _forget(self) -> None:
         self.full_to_swa.zero_()
-        self._grouping = False
+        self._grouping = self._has_queued = False
         self._journal.freed()
-
-
-def _common_page_size(query: AllocatorQuery) -> int:
-    sizes = {space.name: space.page_size for space in query.spaces}
-    if set(sizes) != {FULL, SWA}:
-        raise PlanError(f"SWAAllocator keeps the spaces 'full' and 'swa' in step, not {sorted(sizes)}")
-    if sizes[FULL] != sizes[SWA]:
-        raise PlanError(
-            f"the spaces 'full' and 'swa' have pages of {sizes[FULL]} and {sizes[SWA]} slots; "
-            "SWAAllocator needs one page_size for both"
-        )
-    return sizes[FULL]
-
-
-def _checked_swa_starts(ranges: lengths.Ranges, swa_starts: Sequence[int]) -> lengths.Ints:
-    starts = lengths.on_host(swa_starts, "swa_starts")
-    if len(starts) != len(ranges.ends):
-        raise SlotError(f"{len(starts)} swa_starts for {len(ranges.ends)} rows; give one of each a request")
-    if (starts > ranges.ends).any() or (starts < 0).any():
-        raise SlotError(f"swa_starts {starts.tolist()} lie outside the rows that end at {ranges.ends.tolist()}")
-    return starts
-
-
-def _verify(inner: Allocator, pages: torch.Tensor) -> None:
-    if isinstance(inner, PagedAllocator):
-        inner.verify_pages(pages)
-
-
-def _verify_growth(inner: Allocator, growth: lengths.Growth, on_device: Mapping[str, torch.Tensor]) -> None:
-    if isinstance(inner, PagedAllocator):
-        inner.verify_growth(growth, on_device)
-
-
-def _verify_slots(inner: Allocator, slots: torch.Tensor) -> None:
-    if isinstance(inner, PagedAllocator):
-        inner.verify_slots(slots)

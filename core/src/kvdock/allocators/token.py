@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 class TokenAllocator(PagedAllocator):
     """Hands out single slots; a slot is its own page, so nothing is divided and `free` never waits."""
 
+    features = frozenset()
+    """Not decode-context parallelism, where a page has a slot on every rank."""
+
     @classmethod
     def buffers(cls, query: AllocatorQuery) -> tuple[Buffer, ...]:
         """Declare the free ring, 8 bytes a slot.
@@ -27,8 +30,10 @@ class TokenAllocator(PagedAllocator):
         """
         space = only_space(query)
         if space.page_size != 1:
+            ranks = query.parallel.dcp_size
+            over = f" over {ranks} decode-context-parallel ranks" if ranks > 1 else ""
             raise PlanError(
-                f"TokenAllocator serves page_size 1, but space {space.name!r} has {space.page_size}; "
+                f"TokenAllocator serves page_size 1, but space {space.name!r} has {space.page_size}{over}; "
                 "claim PagedAllocator"
             )
         return (free_ring(space),)
@@ -63,7 +68,7 @@ class TokenAllocator(PagedAllocator):
         growth = lengths.extend_growth((prefix_lens_cpu, seq_lens_cpu), extend_num_tokens, 1)
         on_device = {"prefix_lens": prefix_lens, "seq_lens": seq_lens, "last_loc": last_loc}
         self.verify_growth(growth, on_device, owners)
-        return self._take(extend_num_tokens, self._owners_of_pages(owners, growth.new_pages))
+        return self._take(extend_num_tokens, self._owners_of_pages(owners, growth))
 
     def alloc_decode(
         self,
@@ -79,8 +84,8 @@ class TokenAllocator(PagedAllocator):
         """
         growth = lengths.decode_growth(seq_lens_cpu, 1)
         self.verify_growth(growth, {"seq_lens": seq_lens, "last_loc": last_loc}, owners)
-        return self._take(len(growth.seq), self._owners_of_pages(owners, growth.new_pages))
+        return self._take(len(growth.seq), self._owners_of_pages(owners, growth))
 
     def free(self, indices: torch.Tensor) -> None:
         """Give back slots, each named once; never waits for the device."""
-        self.free_pages(indices.reshape(-1))
+        self.free_pages(indices if indices.dim() == 1 else indices.reshape(-1))

@@ -1,0 +1,246 @@
+"""One space numbers the tokens of requests, another lies beside it: pages in step, and a map from one to the other."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from kvdock.allocators import lengths
+from kvdock.allocators.base import Allocator
+from kvdock.allocators.debug import named_holders
+from kvdock.allocators.ring import Journal
+from kvdock.errors import SlotError
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Share(NamedTuple):
+    """What an allocation takes of the side: pages, their owners, and `words`: these pages among all new ones.
+
+    Without `words` every new page gets one, in order; a word of 0 stands for a page that gets none.
+    """
+
+    count: int
+    owners: Sequence[Any] | None = None
+    words: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+
+class MappedAllocator(Allocator):
+    """Hands out a page of the side with each page of the numbering; a page of the side may be given back earlier.
+
+    Both sides have pages of one size, so a slot keeps its place in its page. A subclass keeps the map and says
+    how it is read, written and erased, page by page; it maps to 0 what has no page beside it. The inner
+    allocators are driven by this class alone, through the interface of `Allocator`.
+    """
+
+    numbering: Allocator
+    side: Allocator
+    _journal: Journal
+    _grouping = False
+
+    @abc.abstractmethod
+    def _mapped(self, pages: torch.Tensor) -> torch.Tensor:
+        """Return the side's page of each page, 0 where there is none."""
+
+    @abc.abstractmethod
+    def _write(self, pages: torch.Tensor, words: torch.Tensor) -> None:
+        """Map pages, each named once, to pages of the side."""
+
+    @abc.abstractmethod
+    def _erase(self, pages: torch.Tensor | None = None) -> None:
+        """Map pages (default: all) to none."""
+
+    @abc.abstractmethod
+    def _freed(self) -> None:
+        """Note that something was given back: what was allocated before cannot be taken back any more."""
+
+    @abc.abstractmethod
+    def translate(self, loc: torch.Tensor) -> torch.Tensor:
+        """Return the side's slots of slots: −1 for −1, 0 where there is none."""
+
+    def alloc(self, need_size: int, owner: Any = None) -> torch.Tensor | None:
+        """Return `need_size` slots, each with one beside it; ``None`` if either side is short."""
+        if need_size > self.available_size():
+            return None
+        count = need_size // self.page_size
+        share = Share(count, None if owner is None else [owner] * count)
+        take = lambda: self.numbering.alloc(need_size, owner)  # noqa: E731
+        return self._in_step(take, lambda slots: self._pages_of(slots[:: self.page_size]), share)
+
+    def alloc_pages(self, count: int, owners: Sequence[Any] | None = None) -> torch.Tensor | None:
+        """Return `count` pages, each with one beside it; ``None`` if either side is short."""
+        if count * self.page_size > self.available_size():
+            return None
+        return self._in_step(
+            lambda: self.numbering.alloc_pages(count, owners), lambda pages: pages, Share(count, owners)
+        )
+
+    def free(self, indices: torch.Tensor) -> None:
+        """Give back the pages of these tokens, and those beside them where there still are any.
+
+        Waits for the device once.
+        """
+        self.numbering.verify_slots(indices)
+        numbers, mapped = self._looked_up(self._pages_of(indices.reshape(-1).to(self._map_dtype)))
+        pages, side_pages = (lengths.to_device(found, indices.device) for found in (numbers, mapped[mapped != 0]))
+        self.side.verify_pages(side_pages)
+        if self._grouping:
+            # Several token frees of one group may name one page; the inner group reduces them at its end.
+            self.numbering.free(indices)
+        else:
+            self.numbering.free_pages(pages)
+        self._drop(pages, side_pages)
+
+    def available_size(self) -> int:
+        """Return the slots that both sides could hand out now."""
+        return min(self.numbering.available_size(), self.side.available_size())
+
+    def pages_needed(self, prefix_lens: Sequence[int], seq_lens: Sequence[int]) -> int:
+        """Return the new pages, the same on both sides."""
+        return self.numbering.pages_needed(prefix_lens, seq_lens)
+
+    def verify_pages(self, pages: torch.Tensor) -> None:
+        """Raise what `free_pages` would raise for `pages`, and change nothing."""
+        pages = pages.to(self._map_dtype)
+        self._verify_both(pages, self._mapped(pages))
+
+    def verify_slots(self, indices: torch.Tensor) -> None:
+        """With debug, raise what `free` would raise for slots, and change nothing. Without, do nothing."""
+        self.numbering.verify_slots(indices)
+
+    def verify_live(self, slots: torch.Tensor) -> None:
+        """With debug, verify that `slots` may be written: handed out, or padding."""
+        self.numbering.verify_live(slots)
+
+    def verify_growth(
+        self, growth: lengths.Growth, on_device: Mapping[str, torch.Tensor], owners: Sequence[Any] | None = None
+    ) -> None:
+        """Raise what an extend or decode would raise for its device tensors, on either side, and change nothing.
+
+        Raises:
+            SlotError: another number of requests than the host's; with debug, lengths other than the host's,
+                or last slots that are not live where a page goes on.
+        """
+        lengths.check_batch(len(growth.seq), owners, **on_device)
+        self.numbering.verify_growth(growth, on_device, owners)
+        if self.parts.debug:
+            last = self.translate(on_device["last_loc"])
+            self.side.verify_growth(growth, {**on_device, "last_loc": last}, owners)
+
+    def live_pages(self) -> list[int] | None:
+        """Return the pages that are handed out, ascending, or ``None`` where the numbering cannot tell."""
+        return self.numbering.live_pages()
+
+    def free_group_begin(self) -> None:
+        """Collect the frees that follow; pages of the side are looked up when they are queued."""
+        self.numbering.free_group_begin()
+        self.side.free_group_begin()
+        self._grouping = True
+
+    def free_group_end(self) -> None:
+        """Give back what was collected, on both sides."""
+        self._grouping = False
+        try:
+            self.numbering.free_group_end()
+        finally:
+            self.side.free_group_end()
+
+    def _grown(
+        self, growth: lengths.Growth, take: Callable[[], torch.Tensor | None], share: Share | None = None
+    ) -> torch.Tensor | None:
+        """Return the slots that `take` gets for a verified growth, its new pages mapped; ``None`` if a side is short."""
+        pages, part = growth.page_count, share or Share(growth.page_count)
+        size = self.page_size
+        if pages * size > self.numbering.available_size() or part.count * size > self.side.available_size():
+            return None
+        if not pages:
+            return take()
+        return self._in_step(take, lambda slots: self._new_pages(slots, growth), part)
+
+    def _in_step(
+        self,
+        take: Callable[[], torch.Tensor | None],
+        to_pages: Callable[[torch.Tensor], torch.Tensor],
+        share: Share,
+    ) -> torch.Tensor | None:
+        """Return what `take` gets of the numbering, and map its pages to the side's; both sides or neither."""
+        before = self.numbering.backup_state(), self.side.backup_state()
+        try:
+            found, side_pages = take(), self.side.alloc_pages(share.count, share.owners)
+            if found is None or side_pages is None:
+                raise SlotError(
+                    "a side handed out less than its available_size: it is also driven by somebody else; "
+                    "allocate through the composite alone"
+                )
+            words = side_pages if share.words is None else share.words(side_pages)
+            self._write(to_pages(found).to(self._map_dtype), words)
+        except BaseException:
+            self.numbering.restore_state(before[0])
+            self.side.restore_state(before[1])
+            raise
+        self._journal.position += 1
+        return found
+
+    @property
+    def _map_dtype(self) -> torch.dtype:
+        import torch
+
+        return torch.int64
+
+    def _new_pages(self, slots: torch.Tensor, growth: lengths.Growth) -> torch.Tensor:
+        """Return the new pages among the new slots of a batch, from one slot a page."""
+        if self.page_size == 1:
+            return slots
+        heads = lengths.to_device(growth.page_heads(), slots.device)
+        return self._pages_of(slots.index_select(0, heads))
+
+    def _pages_of(self, slots: torch.Tensor) -> torch.Tensor:
+        return lengths.pages_of_slots(slots, self.page_size)
+
+    def _looked_up(self, pages: torch.Tensor) -> tuple[lengths.Ints, lengths.Ints]:
+        """Return each page once, and the side's page that goes with it (0: none), on the host; waits once."""
+        import torch
+
+        both = lengths.to_host(torch.stack((pages, self._mapped(pages)))).reshape(2, -1)
+        once = lengths.first_of_each(both[0])
+        return both[0][once], both[1][once]
+
+    def _free_both(self, pages: torch.Tensor, side_pages: torch.Tensor) -> None:
+        self._verify_both(pages, side_pages)
+        self.numbering.free_pages(pages)
+        self._drop(pages, side_pages)
+
+    def _verify_both(self, pages: torch.Tensor, side_pages: torch.Tensor) -> None:
+        self.numbering.verify_pages(pages)
+        self._verify_side(pages, side_pages)
+
+    def _free_side_of(self, pages: torch.Tensor) -> None:
+        """Give back what lies beside live `pages`, all of which have a page there."""
+        if self.parts.debug:
+            self.numbering.verify_pages(pages)
+        side_pages = self._mapped(pages)
+        self._verify_side(pages, side_pages)
+        self._drop(pages, side_pages)
+
+    def _drop(self, pages: torch.Tensor, side_pages: torch.Tensor) -> None:
+        """Give back pages of the side and unmap `pages`."""
+        if not pages.shape[0]:
+            return
+        self.side.free_pages(side_pages)
+        self._erase(pages)
+        self._freed()
+
+    def _verify_side(self, pages: torch.Tensor, side_pages: torch.Tensor) -> None:
+        """Raise if the side's pages of `pages` (or of some of them) cannot be given back; with debug, if one went before."""
+        if self.parts.debug and bool((side_pages == 0).any()):
+            unmapped = pages[self._mapped(pages) == 0]
+            raise self._freed_before(
+                named_holders(self.parts.request_pool, lengths.to_host(unmapped), self.page_size)
+            )
+        self.side.verify_pages(side_pages)
+
+    @abc.abstractmethod
+    def _freed_before(self, named: str) -> SlotError:
+        """Return the error for a page of the side that was given back before; `named` says whose, or nothing."""
