@@ -15,7 +15,7 @@ PLUGINS := $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml exa
 TEST_TOOLS := pytest pytest-xdist hypothesis
 TOOLS := $(TEST_TOOLS) import-linter mypy ruff
 
-.PHONY: check format lint types layers test test-main test-notorch demo docs bench clean
+.PHONY: check format lint types layers test test-main test-notorch fuzz demo docs bench clean
 .DELETE_ON_ERROR:
 
 check: lint types layers test-main
@@ -54,6 +54,15 @@ layers: $(VENV)/.tools
 test-main: $(VENV)/.tools
 	$(BIN)/python $(PYTEST)
 
+# The random tests of tests/fuzz for minutes instead of seconds. The seed is printed; `make fuzz SEED=…` runs it again.
+
+SEED ?= $(shell date +%s)
+
+fuzz: $(VENV)/.tools
+	@echo "seed $(SEED)"
+	$(BIN)/python -m pytest -W error -n $(JOBS) --dist load -v tests/fuzz \
+	    --hypothesis-profile fuzz --hypothesis-seed $(SEED) || { echo "failed with SEED=$(SEED)"; exit 1; }
+
 # Planning needs no torch: the same tests without it, on each interpreter that is installed. Tests that need torch,
 # and those that build wheels, are skipped here.
 
@@ -81,11 +90,14 @@ demo: $(VENV)/.demo
 	$(BIN)/kvdock plan tests/models/llama-3.1-70b.json --device h200 --tp 8 --weights 17GiB
 	$(BIN)/kvdock run tests/models/gpt-oss-20b.json --memory 64MiB --page-size 16 --context 4096
 
-# Timings, written to bench/RESULTS.md; quote their ratios, since a machine has moods.
+# Timings, written to bench/RESULTS.md; quote their ratios, since a machine has moods. Peers are timed beside kvdock
+# where they are installed: PEERS is the interpreter of an environment that has them.
+
+PEERS ?= $(BIN)/python
 
 bench: $(VENV)/.tools
 	@mkdir -p build
-	$(BIN)/python bench/allocators.py --write build/allocators.md
+	PYTHONPATH=core/src $(PEERS) bench/allocators.py --write build/allocators.md
 	$(BIN)/python bench/planning.py --write build/planning.md
 	{ printf '# Results of the last `make bench`\n\n## Planning\n\n'; cat build/planning.md; \
 	  printf '\n## Bookkeeping\n\n'; cat build/allocators.md; } > bench/RESULTS.md

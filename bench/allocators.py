@@ -3,79 +3,29 @@
 Sizes are measured in turn in one process after a warm-up, and the medians compared, since absolute times
 move with the machine. Goals: alloc + free of 4,096 tokens grows at most 3 times from 64Ki to 32Mi slots at
 page 1 and 2 times at pages 16 and 64; bookkeeping of 32Mi slots at page 16 is built in 0.1 s and takes at
-most 16 bytes a page.
+most 16 bytes a page. `compare.py` has the goals beside SGLang's and vLLM's allocators, which are run where
+they are installed.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import platform
 import statistics
-import time
-from collections.abc import Callable
+import sys
 from pathlib import Path
 
+import compare
+import peers
 import torch
-from kvdock.allocators import PagedAllocator, SWAAllocator, TokenAllocator
 from kvdock.allocators.base import Allocator
-from kvdock.device import DeviceInfo
-from kvdock.kernels.reference import ReferenceKernels
-from kvdock.layout import SizeRule, Space
-from kvdock.model import LayerSpec, MHAParams, ModelSpec
-from kvdock.options import CacheOptions, Parallelism
-from kvdock.planned import Parts
-from kvdock.pools.storage import allocate
-from kvdock.queries import AllocatorQuery, RequestQuery
-from kvdock.requests import ReqToTokenPool
+from ours import build, build_requests, build_sliding
+from timing import MI, Pace, median_us, size_name, table, timed
 
-KI, MI = 2**10, 2**20
-SIZES = (64 * KI, MI, 8 * MI, 32 * MI)
+SIZES = compare.SIZES
 PAGE_SIZES = (1, 16, 64)
-TOKENS, REQUESTS, EXTEND = 4096, 256, 256
-CPU = torch.device("cpu")
-
-
-def common() -> dict:
-    """Return the fields that every query has; the model does not matter here."""
-    layer = LayerSpec(kind="mha", params=MHAParams(num_kv_heads=8, head_dim=128, v_head_dim=128))
-    return {
-        "model": ModelSpec(name="m", architecture="M", layers=(layer,), context_length=4096, dtype="bfloat16"),
-        "options": CacheOptions(),
-        "parallel": Parallelism(),
-        "device": DeviceInfo(device_type="cpu", name="cpu", total_bytes=1, free_before_load_bytes=1, free_bytes=1),
-    }
-
-
-def make_parts(buffers, sizes: dict[str, int], spaces: dict[str, Space], **more) -> Parts:
-    tensors = allocate(buffers, sizes, spaces, CPU)
-    return Parts(tensors=tensors, kernels=ReferenceKernels(), device=CPU, sizes=sizes, **more)
-
-
-def build(size: int, page_size: int, space: str = "full") -> PagedAllocator:
-    spaces = {space: Space(name=space, rule=SizeRule(), page_size=page_size)}
-    cls = TokenAllocator if page_size == 1 else PagedAllocator
-    query = AllocatorQuery(spaces=tuple(spaces.values()), **common())
-    return cls(query, make_parts(cls.buffers(query), {space: size}, spaces))
-
-
-def build_sliding(size: int, page_size: int) -> SWAAllocator:
-    names = ("full", "swa")
-    spaces = {name: Space(name=name, rule=SizeRule(), page_size=page_size) for name in names}
-    inner = {name: build(size, page_size, name) for name in names}
-    query = AllocatorQuery(spaces=tuple(spaces.values()), inner={n: type(a) for n, a in inner.items()}, **common())
-    sizes = dict.fromkeys(names, size)
-    return SWAAllocator(query, make_parts(SWAAllocator.buffers(query), sizes, spaces, allocators=inner))
-
-
-def build_requests(rows: int, columns: int) -> ReqToTokenPool:
-    spaces = {"requests": Space(name="requests", rule=SizeRule(), issued_by="request_pool")}
-    query = RequestQuery(spaces=spaces, groups=(), columns=columns, **common())
-    return ReqToTokenPool(query, make_parts(ReqToTokenPool.buffers(query), {"requests": rows}, spaces))
-
-
-def timed(call: Callable[[], object]) -> tuple[float, object]:
-    start = time.perf_counter()
-    result = call()
-    return (time.perf_counter() - start) * 1e6, result
+TOKENS, REQUESTS, EXTEND = compare.TOKENS, compare.REQUESTS, compare.EXTEND
 
 
 def once(allocator: Allocator, need: int, by_pages: bool) -> tuple[float, float]:
@@ -96,16 +46,6 @@ def cycles(page_size: int, by_pages: bool, turns: int, calls: int) -> dict[int, 
             if turn >= 2:
                 samples[size].extend(spent)
     return {size: tuple(statistics.median(part) for part in zip(*got, strict=True)) for size, got in samples.items()}
-
-
-def median_us(call: Callable[[], object], undo: Callable[[object], object], repeats: int) -> float:
-    spent = []
-    for turn in range(repeats + 3):
-        took, result = timed(call)
-        undo(result)
-        if turn >= 3:
-            spent.append(took)
-    return statistics.median(spent)
 
 
 def extend_us(allocator: Allocator, repeats: int) -> float:
@@ -160,15 +100,6 @@ def write_us(repeats: int) -> float:
     return median_us(lambda: table.write(rows, starts, ends, slots), lambda _: None, repeats)
 
 
-def table(title: str, header: list[str], rows: list[list[str]]) -> str:
-    lines = [f"### {title}", "", "| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
-    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows), ""])
-
-
-def size_name(size: int) -> str:
-    return f"{size // MI}Mi" if size >= MI else f"{size // KI}Ki"
-
-
 def report_cycles(turns: int, calls: int) -> str:
     rows = []
     for page_size in PAGE_SIZES:
@@ -206,17 +137,48 @@ def report_building(repeats: int) -> str:
     return table("building and the request table", ["what", "figure"], rows)
 
 
+def report_machine(found: tuple[peers.SGLang | None, peers.VLLM | None]) -> str:
+    names = {
+        "SGLang": "default allocators (`need_sort` off), torch-native paths",
+        "vLLM": "one group of full attention, without prefix caching",
+    }
+    ran = [f"{peer.name} {peer.version} ({names[peer.name]})" for peer in found if peer is not None]
+    return (
+        f"Python {platform.python_version()}, torch {torch.__version__}, one thread, on {processor()} with "
+        f"{os.cpu_count()} cores, shared. Beside: {'; '.join(ran) or 'no peer is installed'}.\n"
+    )
+
+
+def processor() -> str:
+    """Return the name of the processor, as the operating system says it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Times the runtime's bookkeeping.")
     parser.add_argument("--write", type=Path, help="also write the tables to this file, as markdown")
     parser.add_argument("--quick", action="store_true", help="few repeats, to see that it runs")
     options = parser.parse_args()
+    found = peers.sglang(), peers.vllm()
     torch.set_num_threads(1)
     turns, calls, repeats = (2, 5, 5) if options.quick else (12, 25, 60)
-    text = "\n".join([report_cycles(turns, calls), report_batches(repeats), report_building(max(3, repeats // 10))])
+    parts = [
+        report_machine(found),
+        report_cycles(turns, calls),
+        report_batches(repeats),
+        report_building(max(3, repeats // 10)),
+        compare.report(Pace(5, 3, 0.1) if options.quick else Pace(100, 20, 8.0), found),
+    ]
+    text = "\n".join(parts)
     print(text)
     if options.write:
         options.write.write_text(text, encoding="utf-8")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -102,7 +102,7 @@ def test_the_report_says_which_window_policy_it_assumed_and_can_do_both():
     assert capped.bytes_for(8192, 32) == 12 * 2048 * 32 * (8192 + 128)
     assert round(capped.bytes_for(8192, 32) / GIB, 2) == 6.09
     assert "layers with a window keep 127 earlier tokens" in capped.explain()
-    assert "every layer keeps the whole request (hybrid_swa=off)" in whole.explain()
+    assert "every layer with KV keeps the whole request (hybrid_swa=off)" in whole.explain()
 
 
 def test_a_window_that_reaches_the_context_is_full_attention():

@@ -1,11 +1,21 @@
 """The core's own pools and allocators keep the promises, and no promise can be dropped in silence."""
 
+from typing import ClassVar
+
 import pytest
-from kvdock.allocators import PagedAllocator, TokenAllocator
+from kvdock.allocators import (
+    PagedAllocator,
+    PureSWAAllocator,
+    PureSWASortedAllocator,
+    PureSWATokenAllocator,
+    SortedAllocator,
+    SWAAllocator,
+    TokenAllocator,
+)
 from kvdock.device import DeviceInfo
-from kvdock.model import LayerSpec, MHAParams, MLAParams, ModelSpec
-from kvdock.pools import MHAPool, MLAPool
-from kvdock.testing.suites import AllocatorSuite, PoolSuite, unsupported
+from kvdock.model import DSAParams, LayerSpec, MHAParams, MLAParams, ModelSpec
+from kvdock.pools import BlockMHAPool, DSAPool, MHAPool, MLAPool
+from kvdock.testing.suites import AllocatorSuite, PoolSuite, SlidingAllocatorSuite, unsupported
 
 CPU = DeviceInfo(device_type="cpu", name="cpu", total_bytes=2**24, free_before_load_bytes=2**24, free_bytes=2**24)
 
@@ -55,6 +65,56 @@ class TestMLAPool(PoolSuite):
     values_are_in_keys = True
 
 
+class TestMLAPoolInPages(TestMLAPool):
+    options: ClassVar = {"page_major": True}
+    page_sizes = (16,)
+
+
+class TestMHAPoolInPages(PoolSuite):
+    device = CPU
+    pool_cls = MHAPool
+    options: ClassVar = {"page_major": True}
+    page_sizes = (1, 16)
+
+
+class TestBlockMHAPool(PoolSuite):
+    """Small whole numbers are exact in blocks of 8-bit floats with a power of two as scale."""
+
+    device = CPU
+    pool_cls = BlockMHAPool
+    options: ClassVar = {"kv_cache_dtype": "mxfp8"}
+    page_sizes = (16,)
+
+
+class TestDSAPool(PoolSuite):
+    """G-07: index keys are in the transfer list."""
+
+    device = CPU
+    pool_cls = DSAPool
+    model = make_model(
+        *[LayerSpec(kind="dsa", params=DSAParams(kv_lora_rank=128, qk_rope_head_dim=8, index_head_dim=128))] * 2
+    )
+    page_sizes = (1, 16)
+    values_are_in_keys = True
+
+
+class TestDSAPoolOfSharedLayers(PoolSuite):
+    device = CPU
+    pool_cls = DSAPool
+    model = make_model(
+        *[
+            LayerSpec(
+                kind="dsa",
+                params=DSAParams(kv_lora_rank=128, qk_rope_head_dim=8, index_head_dim=128),
+                shares_kv_with=owner,
+            )
+            for owner in (None, 0)
+        ]
+    )
+    page_sizes = (16,)
+    values_are_in_keys = True
+
+
 class TestTokenAllocator(AllocatorSuite):
     device = CPU
     allocator_cls = TokenAllocator
@@ -65,6 +125,43 @@ class TestPagedAllocator(AllocatorSuite):
     device = CPU
     allocator_cls = PagedAllocator
     page_sizes = (2, 16)
+
+
+class TestSortedAllocator(AllocatorSuite):
+    device = CPU
+    allocator_cls = SortedAllocator
+    options: ClassVar = {"role": "decode"}
+    page_sizes = (1, 16)
+
+
+class TestSWAAllocator(SlidingAllocatorSuite):
+    device = CPU
+    allocator_cls = SWAAllocator
+    page_sizes = (1, 16)
+
+
+class TestPureSWAAllocator(SlidingAllocatorSuite):
+    device = CPU
+    allocator_cls = PureSWAAllocator
+    model = make_model(mha(2, 8, 8, window_tokens=31))
+    options: ClassVar = {}
+    page_sizes = (3, 16)
+
+
+class TestPureSWATokenAllocator(SlidingAllocatorSuite):
+    device = CPU
+    allocator_cls = PureSWATokenAllocator
+    model = make_model(mha(2, 8, 8, window_tokens=31))
+    options: ClassVar = {}
+    page_sizes = (1,)
+
+
+class TestPureSWASortedAllocator(SlidingAllocatorSuite):
+    device = CPU
+    allocator_cls = PureSWASortedAllocator
+    model = make_model(mha(2, 8, 8, window_tokens=31))
+    options: ClassVar = {"role": "prefill"}
+    page_sizes = (1, 16)
 
 
 def test_a_check_cannot_be_replaced_without_a_reason():

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from kvdock import dtypes, families
 from kvdock.allocators import (
+    HiSparseAllocator,
     PagedAllocator,
     PureSWAAllocator,
     PureSWASortedAllocator,
@@ -24,7 +25,7 @@ from kvdock.allocators import (
 from kvdock.device import DeviceInfo
 from kvdock.families import groups
 from kvdock.hookspecs import CONTRACT, hookimpl
-from kvdock.layout import FULL, REQUESTS, STATE, SWA, LayerGroup, Space
+from kvdock.layout import DEVICE, FULL, HOST, REQUESTS, STATE, SWA, LayerGroup, Space
 from kvdock.model import ModelSpec
 from kvdock.objections import objections
 from kvdock.pools import (
@@ -87,6 +88,12 @@ ALLOCATORS: Mapping[tuple[bool, str], type[Allocator]] = {
 }
 """Whether requests are numbered in sliding slots, and how slots are handed out → the allocator of one space."""
 
+COMPOSITES: Mapping[frozenset[str], type[Allocator]] = {
+    frozenset({FULL, SWA}): SWAAllocator,
+    frozenset({FULL, DEVICE, HOST}): HiSparseAllocator,
+}
+"""Spaces that are handed out together → the allocator that keeps them in step."""
+
 REQUEST_POOLS: Mapping[tuple[bool, bool], type[RequestPool]] = {
     (False, False): ReqToTokenPool,
     (False, True): DecodeReqToTokenPool,
@@ -123,10 +130,10 @@ class CorePlugin:
 
     @hookimpl
     def get_allocator_cls(self, query: AllocatorQuery) -> type[Allocator] | None:
-        """Serve one space by its page size (in order, where caches are sent away), and full and sliding slots in step."""
+        """Serve one space by its page size (in order, where caches are sent away), and those of `COMPOSITES` together."""
         if len(query.spaces) == 1:
             return ALLOCATORS[_is_only_sliding(query.spaces[0]), _slot_order(query)]
-        return SWAAllocator if {space.name for space in query.spaces} == {FULL, SWA} else None
+        return COMPOSITES.get(frozenset(space.name for space in query.spaces))
 
     @hookimpl
     def get_request_pool_cls(self, query: RequestQuery) -> type[RequestPool] | None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING
 
+from kvdock.abilities import Awaits, Evicts, HoldsStates, KeepsStates, TakesTails
+from kvdock.allocators.held import KeepsTiers
 from kvdock.allocators.lengths import on_host, to_device
 from kvdock.allocators.window import swa_tail_start
 from kvdock.errors import BuildError, SlotError
@@ -19,83 +21,6 @@ if TYPE_CHECKING:
     from kvdock.planner import CachePlan
     from kvdock.pools.base import Pool
     from kvdock.requests.base import RequestPool
-
-
-@runtime_checkable
-class _Evicts(Protocol):
-    """An allocator whose oldest tokens give back the slots of sliding layers."""
-
-    def free_swa_rows(
-        self, table: torch.Tensor, rows: Sequence[int], starts: Sequence[int], ends: Sequence[int]
-    ) -> None:
-        """Give back the sliding pages whose last token is in ``starts[i] … ends[i]``."""
-
-    def free_rows(
-        self,
-        table: torch.Tensor,
-        rows: Sequence[int],
-        starts: Sequence[int],
-        ends: Sequence[int],
-        swa_starts: Sequence[int] | None = None,
-    ) -> None:
-        """Give back both sides; `swa_starts` is where `free_swa_rows` ended."""
-
-
-@runtime_checkable
-class _TakesTails(Protocol):
-    """An allocator that gives sliding slots to the newest tokens of a batch alone."""
-
-    def alloc_extend_swa_tail(
-        self,
-        prefix_lens: torch.Tensor,
-        prefix_lens_cpu: Sequence[int],
-        seq_lens: torch.Tensor,
-        seq_lens_cpu: Sequence[int],
-        last_loc: torch.Tensor,
-        extend_num_tokens: int,
-        swa_tail_lens: Sequence[int],
-        owners: Sequence[Any] | None = None,
-    ) -> torch.Tensor | None:
-        """Return slots for the new tokens of each request."""
-
-
-@runtime_checkable
-class _HoldsStates(Protocol):
-    """A request pool that hands out state slots beside its rows."""
-
-    def fork_state(self, request: Hashable, cached_slot: int) -> tuple[int, int]:
-        """Let a request begin with the state of another slot."""
-
-    def take_copies(self) -> tuple[list[int], list[int]]:
-        """Return sources and targets of the copies that are due; reads come first."""
-
-    def take_fresh(self) -> list[int]:
-        """Return the slots that are to be cleared before their first use."""
-
-    def check(self, held_states: Iterable[int] | None = None) -> None:
-        """Verify rows and state slots."""
-
-
-@runtime_checkable
-class _KeepsStates(Protocol):
-    """A pool of states, by slot."""
-
-    def clear_slots(self, slots: torch.Tensor) -> None:
-        """Put slots into the state of a request that begins."""
-
-    def copy_slots(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy all that slots own; every source is read before any target is written."""
-
-
-@runtime_checkable
-class _Awaits(Protocol):
-    """A request pool of a decode worker: requests arrive before they run."""
-
-    def alloc(self, requests: Sequence[Hashable], arriving: bool = False) -> list[int] | None:
-        """Return a row for each request."""
-
-    def start(self, requests: Sequence[Hashable]) -> list[int] | None:
-        """Let requests run that have arrived."""
 
 
 class KVCache:
@@ -125,11 +50,11 @@ class KVCache:
         self._tensors = tuple(tensors)
         self._debug = debug
         self._slides_whole = _slides_whole(plan)
-        self._tail_tokens = _window(plan) if isinstance(allocator, _TakesTails) else None
+        self._tail_tokens = _window(plan) if isinstance(allocator, TakesTails) else None
         self._page_size = 1 if allocator is None else allocator.page_size
         self._holdings = Holdings(req_to_token_pool, self._page_size, self._slides_whole)
-        self._states = req_to_token_pool if isinstance(req_to_token_pool, _HoldsStates) else None
-        self._state_pools = [pool for pool in pools.values() if isinstance(pool, _KeepsStates)]
+        self._states = req_to_token_pool if isinstance(req_to_token_pool, HoldsStates) else None
+        self._state_pools = [pool for pool in pools.values() if isinstance(pool, KeepsStates)]
 
     @property
     def token_to_kv_pool(self) -> Pool:
@@ -183,21 +108,23 @@ class KVCache:
             evicted: of the prefix, the first tokens whose sliding slots were given back before.
             cached_state: the state slot, such as a prefix cache's, with whose state it begins.
             arriving: its KV is still arriving (role decode); the request pool's `start` lets it run. Sliding
-                layers get slots for the newest tokens alone, those that the next one sees.
+                layers get slots for the newest tokens alone, those that the next one sees; with a host tier
+                all of it arrives on the host.
 
         Raises:
             SlotError: the request has a row, or what is asked for cannot be.
         """
-        borrowed = self._check_admission(request, tokens, prefix)
+        tokens, borrowed = self._check_admission(request, tokens, prefix, evicted)
         allocator = self._allocator
         before = None if allocator is None else allocator.backup_state()
         tail = self._tail_tokens if arriving else None
         try:
-            slots = self._first_slots(request, borrowed, tokens, prefix, tail)
+            slots = self._first_slots(request, borrowed, tokens, prefix, tail, arriving)
             row = None if slots is None else self._take_row(request, arriving)
             if slots is not None and row is not None:
                 self._write_first(row, slots if prefix is None else _joined(prefix, slots))
                 gone = 0 if tail is None else swa_tail_start(tokens, tail, self._page_size)
+                gone = tokens if arriving and isinstance(allocator, KeepsTiers) else gone
                 self._holdings.hold(request, borrowed, max(evicted, gone if gone > borrowed else 0))
                 self._fork(request, cached_state)
                 return slots
@@ -216,11 +143,15 @@ class KVCache:
         if self._states is None:
             return
         (sources, targets), fresh = self._states.take_copies(), self._states.take_fresh()
-        for pool in self._state_pools:
-            if targets:
-                pool.copy_slots(self._on_device(sources), self._on_device(targets))
-            if fresh:
-                pool.clear_slots(self._on_device(fresh))
+        try:
+            for pool in self._state_pools:
+                if targets:
+                    pool.copy_slots(self._on_device(sources), self._on_device(targets))
+                if fresh:
+                    pool.clear_slots(self._on_device(fresh))
+        except BaseException:
+            self._states.still_due(sources, targets, fresh)
+            raise
 
     def hold_prefix(self, request: Hashable, borrowed: int = 0, evicted: int = 0) -> None:
         """Say what of a request's first tokens is not its own, after they were written to its row.
@@ -240,15 +171,18 @@ class KVCache:
         """Give back the sliding slots of each request's tokens before ``ends[i]``, which have left the window.
 
         A page goes back whole, together with its last token; how far each request came is remembered for
-        `release`. Where every layer slides it is the request's only slots that go back. Nothing is given
-        back where no space slides. Never waits for the device.
+        `release`. Where every layer slides it is the request's only slots that go back. With a host tier it is
+        the device slots of tokens that were copied to the host. Nothing is given back where there is neither.
+        Never waits for the device.
 
         Raises:
             SlotError: a request has no row or is named twice, or an end is not from 0 to what it wrote;
                 nothing changes.
         """
+        if isinstance(self._allocator, KeepsTiers):
+            ends = (on_host(ends, "ends") // self._page_size * self._page_size).tolist()
         spans = self._holdings.due(requests, ends)
-        if not spans or not (self._slides_whole or isinstance(self._allocator, _Evicts)):
+        if not spans or not (self._slides_whole or isinstance(self._allocator, (Evicts, KeepsTiers))):
             return
         if self._debug:
             self._holdings.check_sole(spans)
@@ -307,6 +241,8 @@ class KVCache:
         span = Span(request, row, start, int(table.lengths[row]))
         if self._allocator is not None and span.end > span.start:
             self._free_tokens(self._allocator, span)
+        if isinstance(self._allocator, KeepsTiers):
+            self._allocator.release(request)
         self._holdings.forget(request)
         table.free(request)
 
@@ -354,15 +290,17 @@ class KVCache:
             raise SlotError(f"{len(live)} requests were not released: {named}; release each when it ends")
 
     def _give_back_all(self) -> None:
-        self._holdings.clear()
         self.req_to_token_pool.clear()
         if self._allocator is not None:
             self._allocator.clear()
+        self._holdings.clear()
 
-    def _check_admission(self, request: Hashable, tokens: int, prefix: torch.Tensor | None) -> int:
-        """Return the tokens of the prefix, after verifying that such a request can be."""
+    def _check_admission(
+        self, request: Hashable, tokens: int, prefix: torch.Tensor | None, evicted: int
+    ) -> tuple[int, int]:
+        """Return the tokens of the request and of its prefix, after verifying that such a request can be."""
         table = self.req_to_token_pool
-        (count,) = on_host([tokens], "tokens").tolist()
+        count, gone = on_host([tokens, evicted], "tokens and evicted").tolist()
         borrowed, columns = 0 if prefix is None else int(prefix.shape[0]), table.req_to_token.shape[1]
         if table.row_of(request) is not None:
             raise SlotError(f"request {request!r} has a row already; extend it, or release it first")
@@ -371,26 +309,36 @@ class KVCache:
                 f"request {request!r} cannot begin with {count} tokens, {borrowed} of them a prefix: a row has "
                 f"{columns} columns"
             )
+        if not 0 <= gone <= borrowed:
+            raise SlotError(f"request {request!r}: evicted={gone} is no part of its prefix of {borrowed} tokens")
         self._holdings.check_pages(request, "prefix", borrowed)
-        return borrowed
+        return count, borrowed
 
     def _first_slots(
-        self, request: Hashable, borrowed: int, tokens: int, prefix: torch.Tensor | None, tail: int | None
+        self,
+        request: Hashable,
+        borrowed: int,
+        tokens: int,
+        prefix: torch.Tensor | None,
+        tail: int | None,
+        arriving: bool,
     ) -> torch.Tensor | None:
         allocator = self._allocator
         if allocator is None:
             return _no_slots()
         last = self._on_device([-1]) if prefix is None or not borrowed else prefix[-1:]
         lens = self._on_device([borrowed]), [borrowed], self._on_device([tokens]), [tokens]
-        if tail is not None and isinstance(allocator, _TakesTails):
+        if tail is not None and isinstance(allocator, TakesTails):
             return allocator.alloc_extend_swa_tail(*lens, last, tokens - borrowed, [tail], owners=[request])
+        if arriving and isinstance(allocator, KeepsTiers):
+            return allocator.alloc_logical_extend(*lens, last, tokens - borrowed, owners=[request])
         return allocator.alloc_extend(*lens, last, tokens - borrowed, owners=[request])
 
     def _take_row(self, request: Hashable, arriving: bool) -> int | None:
         table = self.req_to_token_pool
-        if arriving and not isinstance(table, _Awaits):
+        if arriving and not isinstance(table, Awaits):
             raise SlotError(f"request {request!r} cannot arrive: the plan is not of role='decode'")
-        rows = table.alloc([request], arriving) if isinstance(table, _Awaits) else table.alloc([request])
+        rows = table.alloc([request], arriving) if isinstance(table, Awaits) else table.alloc([request])
         return None if rows is None else rows[0]
 
     def _write_first(self, row: int, slots: torch.Tensor) -> None:
@@ -418,8 +366,10 @@ class KVCache:
     def _free_left(self, rows: list[int], starts: list[int], ends: list[int]) -> None:
         """Give back what left the window: sliding slots, or where every layer slides whole pages."""
         table = self.req_to_token_pool.req_to_token
-        if isinstance(self._allocator, _Evicts):
+        if isinstance(self._allocator, Evicts):
             self._allocator.free_swa_rows(table, rows, starts, ends)
+        elif isinstance(self._allocator, KeepsTiers):
+            self._allocator.free_device_rows(table, rows, starts, ends)
         elif self._allocator is not None:
             page_size = self._allocator.page_size
             firsts, lasts = ([token // page_size * page_size for token in tokens] for tokens in (starts, ends))
@@ -429,9 +379,11 @@ class KVCache:
         if self._debug:
             self._holdings.check_sole([span])
         table = self.req_to_token_pool.req_to_token
-        if isinstance(allocator, _Evicts):
-            sliding = max(span.start, self._holdings.of(span.request).evicted)
-            allocator.free_rows(table, [span.row], [span.start], [span.end], swa_starts=[sliding])
+        begin = max(span.start, self._holdings.of(span.request).evicted)
+        if isinstance(allocator, Evicts):
+            allocator.free_rows(table, [span.row], [span.start], [span.end], swa_starts=[begin])
+        elif isinstance(allocator, KeepsTiers):
+            allocator.free_rows(table, [span.row], [span.start], [span.end], device_starts=[begin])
         else:
             allocator.free_rows(table, [span.row], [span.start], [span.end])
 

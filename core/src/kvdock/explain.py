@@ -46,9 +46,11 @@ def _indent(line: str) -> str:
 
 def _model(plan: CachePlan) -> Iterator[str]:
     for model in plan.outline.models:
-        owners = sum(layer.shares_kv_with is None and layer.kind != "none" for layer in model.layers)
+        owners = sum(layer.shares_kv_with is None and layer.kind not in ("none", "state") for layer in model.layers)
+        states = sum(layer.kind in ("state", "hybrid") for layer in model.layers)
+        kept = f"{owners} own KV" + (f", {states} keep a state" if states else "")
         yield (
-            f"{model.name} ({model.architecture}, {model.role}): {len(model.layers)} layers, {owners} own KV, "
+            f"{model.name} ({model.architecture}, {model.role}): {len(model.layers)} layers, {kept}, "
             f"context {model.context_length}, {model.dtype}"
         )
     parallel = plan.parallel
@@ -68,8 +70,8 @@ def window_policy(plan: CachePlan) -> str:
         return f"layers with a window keep {space.window_tokens} earlier tokens in the space {space.name!r}"
     if windows:
         why = "hybrid_swa=off" if plan.options.values.hybrid_swa == "off" else "no window is shorter than the context"
-        return f"every layer keeps the whole request ({why})"
-    return "every layer keeps the whole request"
+        return f"every layer with KV keeps the whole request ({why})"
+    return "every layer with KV keeps the whole request"
 
 
 def _budget(plan: CachePlan) -> Iterator[str]:

@@ -65,15 +65,28 @@ def test_a_state_made_in_a_group_can_be_restored(make):
 
 
 @pytest.mark.parametrize("page_size", [1, 4])
-def test_whole_pages_beyond_what_is_live_are_refused_when_they_are_queued(make, page_size):
+def test_pages_beyond_what_is_live_are_refused_when_they_are_queued(make, page_size):
     allocator = make.single(8 * page_size, page_size)
-    held = allocator.alloc(2 * page_size)
+    allocator.alloc(2 * page_size)
     allocator.free_group_begin()
-    allocator.free(held)
+    allocator.free_pages(slots(1, 2))
     with pytest.raises(SlotError, match="3 pages are freed but only 2"):
-        allocator.free(held[:page_size])
+        allocator.free_pages(slots(1))
     allocator.free_group_end()
     assert allocator.available_size() == 8 * page_size
+
+
+def test_a_group_of_whole_pages_beyond_what_is_live_frees_nothing(make):
+    allocator = make.single(32, 4)
+    held = allocator.alloc(8)
+    allocator.free_group_begin()
+    allocator.free_pages(slots(1))
+    allocator.free(held)
+    with pytest.raises(SlotError, match="3 pages are freed but only 2"):
+        allocator.free_group_end()
+    allocator.check(held=held)
+    allocator.free(held)
+    assert allocator.available_size() == 32
 
 
 @pytest.mark.parametrize("cls", [None, SortedAllocator])

@@ -32,15 +32,15 @@ def test_each_page_is_named_once(given, page_size, pages, dtype):
 
 def test_whole_pages_are_told_from_pages_in_part():
     """Page 4: pages 2 and 1 are whole; 5 ends early, 3 comes in two pieces around a token of 7."""
-    whole, partial = lengths.whole_and_partial(slots(8, 9, 10, 11, 20, 21, 4, 5, 6, 7, 12, 13, 28, 14, 15), 4)
+    whole, partial = lengths.whole_and_partial(slots(8, 9, 10, 11, 20, 21, 4, 5, 6, 7, 12, 13, 28, 14, 15).numpy(), 4)
     assert whole.tolist() == [2, 1]
     assert partial.tolist() == [5, 3, 7, 3]
 
 
 def test_whole_pages_alone_leave_nothing_in_part():
-    whole, partial = lengths.whole_and_partial(slots(15, 14, 13, 12, 4, 6, 5, 7), 4)
+    whole, partial = lengths.whole_and_partial(slots(15, 14, 13, 12, 4, 6, 5, 7).numpy(), 4)
     assert (whole.tolist(), partial) == ([3, 1], None)
-    assert lengths.whole_and_partial(slots(9, 3), 1)[0].tolist() == [9, 3]
+    assert lengths.whole_and_partial(slots(9, 3).numpy(), 1)[0].tolist() == [9, 3]
 
 
 @pytest.mark.parametrize("page_size", [1, 2, 3, 16])
@@ -52,7 +52,7 @@ def test_no_order_of_slots_loses_a_page(page_size, seed):
         given.sort()
     pages = sorted({slot // page_size for slot in given})
     assert lengths.distinct_pages(slots(*given), page_size).tolist() == pages
-    whole, partial = lengths.whole_and_partial(slots(*given), page_size)
+    whole, partial = lengths.whole_and_partial(slots(*given).numpy(), page_size)
     found = whole.tolist() + ([] if partial is None else sorted({*partial.tolist()}))
     assert sorted(found) == pages
     assert all(set(range(p * page_size, (p + 1) * page_size)) <= set(given) for p in whole.tolist())

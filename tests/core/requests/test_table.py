@@ -131,6 +131,20 @@ def test_a_batch_is_written_row_after_row():
     assert pool.lengths.tolist() == [0, 5, 3, 2]
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("mean", [63, 64, 300])
+def test_long_ranges_are_written_as_short_ones_are(mean, dtype):
+    """Ranges of mean − 2, 0 and 2 · mean + 2 columns, where the host copies range by range from 64 on."""
+    pool = make_pool(3, columns=700)
+    pool.alloc(["a", "b", "c"])
+    values = torch.arange(1, 3 * mean + 1, dtype=dtype)
+    pool.write([3, 1, 2], [4, 9, 700 - 2 * mean - 2], [mean + 2, 9, 700], values)
+    assert pool.req_to_token[3, 4 : mean + 2].tolist() == list(range(1, mean - 1))
+    assert pool.req_to_token[2, 700 - 2 * mean - 2 :].tolist() == list(range(mean - 1, 3 * mean + 1))
+    assert int(pool.req_to_token.count_nonzero()) == 3 * mean
+    assert pool.lengths.tolist() == [0, 9, 700, mean + 2]
+
+
 def test_one_row_is_written_up_to_the_last_column():
     pool = make_pool(2)
     pool.alloc(["a"])

@@ -1,6 +1,7 @@
 """Allocators: who hands out and takes back the slots of a space."""
 
 from kvdock.allocators.base import Allocator, Shortfall
+from kvdock.allocators.hisparse import HiSparseAllocator
 from kvdock.allocators.paged import PagedAllocator
 from kvdock.allocators.pure_swa import PureSWAAllocator, PureSWASortedAllocator, PureSWATokenAllocator
 from kvdock.allocators.sorted import SortedAllocator
@@ -10,6 +11,7 @@ from kvdock.allocators.window import swa_tail_start, swa_tail_tokens
 
 __all__ = [
     "Allocator",
+    "HiSparseAllocator",
     "PagedAllocator",
     "PureSWAAllocator",
     "PureSWASortedAllocator",

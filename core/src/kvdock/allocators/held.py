@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from kvdock.allocators import lengths
 from kvdock.errors import SlotError
@@ -14,6 +14,43 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvdock.allocators.base import Allocator
+
+    Lens = Sequence[int] | torch.Tensor
+
+
+@runtime_checkable
+class KeepsTiers(Protocol):
+    """An allocator whose tokens give back their device rows before their slots, and whose requests hold more."""
+
+    def alloc_logical_extend(
+        self,
+        prefix_lens: torch.Tensor,
+        prefix_lens_cpu: Lens,
+        seq_lens: torch.Tensor,
+        seq_lens_cpu: Lens,
+        last_loc: torch.Tensor,
+        extend_num_tokens: int,
+        owners: Sequence[Any] | None = None,
+    ) -> torch.Tensor | None:
+        """Return slots for tokens whose rows go to the host directly."""
+
+    def free_device_rows(
+        self, table: torch.Tensor, rows: Sequence[int], starts: Sequence[int], ends: Sequence[int]
+    ) -> None:
+        """Give back the device rows of the tokens ``starts[i] … ends[i]``."""
+
+    def free_rows(
+        self,
+        table: torch.Tensor,
+        rows: Sequence[int],
+        starts: Sequence[int],
+        ends: Sequence[int],
+        device_starts: Sequence[int] | None = None,
+    ) -> None:
+        """Give back slots and device rows; `device_starts` is where `free_device_rows` ended."""
+
+    def release(self, request: Hashable) -> None:
+        """Give back what a request holds beside its tokens."""
 
 
 class HeldPages:
@@ -26,7 +63,7 @@ class HeldPages:
     def __init__(self, what: str, inner: Allocator, table: torch.Tensor) -> None:
         self.what = what
         self.table = table
-        self._inner = inner
+        self.inner = inner
         self._size = inner.page_size
         self._rows: dict[Hashable, int] = {}
         self._holders: dict[int, Hashable] = {}
@@ -101,7 +138,7 @@ class HeldPages:
         """
         if request not in self._rows:
             return
-        self._inner.free_pages(self.pages([request]))
+        self.inner.free_pages(self.pages([request]))
         self._drop(request)
         self._added.clear()
 
@@ -174,7 +211,7 @@ class DeviceBuffers(HeldPages):
         (asked,) = lengths.on_host([whole if slots is None else slots], "slots").tolist()
         if not 1 <= asked <= whole:
             raise SlotError(f"a device buffer has 1 … {whole} slots, not {asked}; nothing was taken")
-        return -(-asked // self._size)
+        return -(-int(asked) // self._size)
 
     def newest_pages(self, requests: Sequence[Hashable]) -> torch.Tensor:
         """Return the device page of each request's newest tokens, ``[n]``."""
@@ -215,6 +252,10 @@ class DeviceBuffers(HeldPages):
         own, held = ((found).nonzero()[0] for found in (~placed.is_held, placed.is_held))
         words.index_copy_(0, lengths.to_device(own, words.device), pages)
         return words.index_copy_(0, lengths.to_device(held, words.device), self.newest_pages(placed.requests))
+
+    def move_on(self, requests: Sequence[Hashable], pages: Sequence[int]) -> None:
+        """Note that each request's newest page holds its page ``pages[i]`` now."""
+        self.newest_at.update(zip(requests, pages, strict=True))
 
     def clear(self) -> None:
         """Forget every page of every request."""

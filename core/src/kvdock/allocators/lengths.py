@@ -43,6 +43,15 @@ def on_host(lens: Sequence[int] | torch.Tensor, name: str) -> Ints:
     return found.astype(np.int64, copy=False)
 
 
+def whole_count(value: int, name: str) -> int:
+    """Return a number of slots or pages as an int.
+
+    Raises:
+        SlotError: it is no whole number, or lies on a device whose values the host would have to wait for.
+    """
+    return value if type(value) is int else int(on_host([value], name)[0])
+
+
 def to_host(values: torch.Tensor) -> Ints:
     """Return the integers of a tensor as an int64 array; waits for the device once."""
     import numpy as np
@@ -81,38 +90,64 @@ def distinct_pages(slots: torch.Tensor, page_size: int) -> torch.Tensor:
     if not slots.is_cpu:
         found: torch.Tensor = torch.unique(pages_of_slots(slots, page_size))
         return found
-    numbers = _pages_on_host(slots, page_size)
-    numbers = numbers[_run_starts(numbers)]
-    if not (numbers[1:] > numbers[:-1]).all():
-        numbers.sort()
-        numbers = numbers[_run_starts(numbers)]
-    return torch.from_numpy(numbers)
+    return torch.from_numpy(_distinct(_pages_on_host(slots.numpy(), page_size), page_size))
 
 
-def whole_and_partial(slots: torch.Tensor, page_size: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the pages of which every slot is here, and those of which some are, if any; `slots` are on the host.
+def _distinct(pages: Ints, page_size: int) -> Ints:
+    import numpy as np
 
-    A page is seen as whole where its slots follow each other. Nobody else can name a whole page, so it needs
-    no comparing; a page that comes in pieces appears once a piece. As no slot is named twice, a run is at most
-    a page long: with as few runs as that allows, all are whole and start a page apart.
+    heads = _one_of_each_page(pages, page_size)
+    if heads is not None:
+        if _ascends(heads):
+            return heads
+        heads = np.sort(heads)
+        if _ascends(heads):
+            return heads
+    numbers = np.sort(pages[_run_starts(pages)])
+    found: Ints = numbers[_run_starts(numbers)]
+    return found
+
+
+def whole_and_partial(slots: Ints, page_size: int) -> tuple[Ints, Ints | None]:
+    """Return the pages of which every slot is here, and those of which some are, if any, in arrays of their own.
+
+    A page is seen as whole where its slots follow each other; one that comes in pieces appears once a piece.
     """
     import numpy as np
-    import torch
 
     pages = _pages_on_host(slots, page_size)
-    if (np.count_nonzero(pages[1:] != pages[:-1]) + 1) * page_size == len(pages):
-        return torch.from_numpy(pages[::page_size].copy()), None
+    numbers = _one_of_each_page(pages, page_size)
+    if numbers is not None:
+        return numbers.copy(), None
     starts = _run_starts(pages)
     numbers = pages[starts]
     whole = np.diff(starts, append=len(pages)) == page_size
-    return torch.from_numpy(numbers[whole]), torch.from_numpy(numbers[~whole])
+    return numbers[whole], numbers[~whole]
 
 
-def _pages_on_host(slots: torch.Tensor, page_size: int) -> Ints:
-    numbers: Ints = slots.numpy()
+def _pages_on_host(slots: Ints, page_size: int) -> Ints:
     if page_size & (page_size - 1):
-        return numbers // page_size
-    return numbers >> (page_size.bit_length() - 1)
+        return slots // page_size
+    return slots >> (page_size.bit_length() - 1)
+
+
+def _one_of_each_page(pages: Ints, page_size: int) -> Ints | None:
+    """Return every `page_size`-th of the pages of slots if there are as few runs of one page as that, else ``None``.
+
+    Where no slot is named twice, a run is at most a page long, so all runs are whole pages and these their numbers.
+    Where these differ from each other, they are all the pages in any case: there are no more runs than them.
+    """
+    import numpy as np
+
+    if (np.count_nonzero(pages[1:] != pages[:-1]) + 1) * page_size != len(pages):
+        return None
+    return pages[::page_size]
+
+
+def _ascends(numbers: Ints) -> bool:
+    import numpy as np
+
+    return int(np.count_nonzero(numbers[1:] > numbers[:-1])) + 1 >= len(numbers)
 
 
 def _run_starts(numbers: Ints) -> Ints:

@@ -22,7 +22,7 @@ class Share(NamedTuple):
     Without `words` every new page gets one, in order; a word of 0 stands for a page that gets none.
     """
 
-    count: int
+    page_count: int
     owners: Sequence[Any] | None = None
     words: Callable[[torch.Tensor], torch.Tensor] | None = None
 
@@ -37,8 +37,9 @@ class MappedAllocator(Allocator):
 
     numbering: Allocator
     side: Allocator
+    _map: torch.Tensor
     _journal: Journal
-    _grouping = False
+    _grouping = _has_queued = False
 
     @abc.abstractmethod
     def _mapped(self, pages: torch.Tensor) -> torch.Tensor:
@@ -53,15 +54,20 @@ class MappedAllocator(Allocator):
         """Map pages (default: all) to none."""
 
     @abc.abstractmethod
-    def _freed(self) -> None:
-        """Note that something was given back: what was allocated before cannot be taken back any more."""
-
-    @abc.abstractmethod
     def translate(self, loc: torch.Tensor) -> torch.Tensor:
         """Return the side's slots of slots: −1 for −1, 0 where there is none."""
 
     def alloc(self, need_size: int, owner: Any = None) -> torch.Tensor | None:
-        """Return `need_size` slots, each with one beside it; ``None`` if either side is short."""
+        """Return `need_size` slots, each with one beside it; ``None`` if either side is short.
+
+        Raises:
+            SlotError: `need_size` is negative or no multiple of the page size.
+        """
+        need_size = lengths.whole_count(need_size, "need_size")
+        if need_size < 0 or need_size % self.page_size:
+            raise SlotError(
+                f"alloc({need_size}) is no whole number of pages of {self.page_size} slots; nothing was taken"
+            )
         if need_size > self.available_size():
             return None
         count = need_size // self.page_size
@@ -83,7 +89,7 @@ class MappedAllocator(Allocator):
         Waits for the device once.
         """
         self.numbering.verify_slots(indices)
-        numbers, mapped = self._looked_up(self._pages_of(indices.reshape(-1).to(self._map_dtype)))
+        numbers, mapped = self._looked_up(self._pages_of(indices.reshape(-1).to(self._map.dtype)))
         pages, side_pages = (lengths.to_device(found, indices.device) for found in (numbers, mapped[mapped != 0]))
         self.side.verify_pages(side_pages)
         if self._grouping:
@@ -103,8 +109,8 @@ class MappedAllocator(Allocator):
 
     def verify_pages(self, pages: torch.Tensor) -> None:
         """Raise what `free_pages` would raise for `pages`, and change nothing."""
-        pages = pages.to(self._map_dtype)
-        self._verify_both(pages, self._mapped(pages))
+        pages = pages.to(self._map.dtype)
+        self._verified(pages, pages)
 
     def verify_slots(self, indices: torch.Tensor) -> None:
         """With debug, raise what `free` would raise for slots, and change nothing. Without, do nothing."""
@@ -141,7 +147,9 @@ class MappedAllocator(Allocator):
 
     def free_group_end(self) -> None:
         """Give back what was collected, on both sides."""
-        self._grouping = False
+        if self._has_queued:
+            self._freed()  # one side may have given back alone, and a restore is for both or neither
+        self._grouping = self._has_queued = False
         try:
             self.numbering.free_group_end()
         finally:
@@ -153,7 +161,7 @@ class MappedAllocator(Allocator):
         """Return the slots that `take` gets for a verified growth, its new pages mapped; ``None`` if a side is short."""
         pages, part = growth.page_count, share or Share(growth.page_count)
         size = self.page_size
-        if pages * size > self.numbering.available_size() or part.count * size > self.side.available_size():
+        if pages * size > self.numbering.available_size() or part.page_count * size > self.side.available_size():
             return None
         if not pages:
             return take()
@@ -168,14 +176,14 @@ class MappedAllocator(Allocator):
         """Return what `take` gets of the numbering, and map its pages to the side's; both sides or neither."""
         before = self.numbering.backup_state(), self.side.backup_state()
         try:
-            found, side_pages = take(), self.side.alloc_pages(share.count, share.owners)
+            found, side_pages = take(), self.side.alloc_pages(share.page_count, share.owners)
             if found is None or side_pages is None:
                 raise SlotError(
                     "a side handed out less than its available_size: it is also driven by somebody else; "
                     "allocate through the composite alone"
                 )
             words = side_pages if share.words is None else share.words(side_pages)
-            self._write(to_pages(found).to(self._map_dtype), words)
+            self._write(to_pages(found).to(self._map.dtype), words)
         except BaseException:
             self.numbering.restore_state(before[0])
             self.side.restore_state(before[1])
@@ -183,11 +191,9 @@ class MappedAllocator(Allocator):
         self._journal.position += 1
         return found
 
-    @property
-    def _map_dtype(self) -> torch.dtype:
-        import torch
-
-        return torch.int64
+    def _freed(self) -> None:
+        """Note that something was given back: what was allocated before cannot be taken back any more."""
+        self._journal.freed()
 
     def _new_pages(self, slots: torch.Tensor, growth: lengths.Growth) -> torch.Tensor:
         """Return the new pages among the new slots of a batch, from one slot a page."""
@@ -207,21 +213,26 @@ class MappedAllocator(Allocator):
         once = lengths.first_of_each(both[0])
         return both[0][once], both[1][once]
 
-    def _free_both(self, pages: torch.Tensor, side_pages: torch.Tensor) -> None:
-        self._verify_both(pages, side_pages)
+    def _free_both(self, pages: torch.Tensor, beside: torch.Tensor) -> None:
+        """Give back `pages`, and what lies beside those of them that have a page there: `beside`."""
+        side_pages = self._verified(pages, beside)
         self.numbering.free_pages(pages)
         self._drop(pages, side_pages)
 
-    def _verify_both(self, pages: torch.Tensor, side_pages: torch.Tensor) -> None:
-        self.numbering.verify_pages(pages)
-        self._verify_side(pages, side_pages)
+    def _verified(self, pages: torch.Tensor, beside: torch.Tensor) -> torch.Tensor:
+        """Return the side's pages of `beside`, those of `pages` that have one, after verifying both sides."""
+        self.numbering.verify_pages(pages)  # before the map is read at numbers that may not exist
+        side_pages = self._mapped(beside)
+        self._verify_mapped(pages, side_pages)
+        self.side.verify_pages(side_pages)
+        return side_pages
 
     def _free_side_of(self, pages: torch.Tensor) -> None:
         """Give back what lies beside live `pages`, all of which have a page there."""
         if self.parts.debug:
             self.numbering.verify_pages(pages)
         side_pages = self._mapped(pages)
-        self._verify_side(pages, side_pages)
+        self._verify_mapped(pages, side_pages)
         self._drop(pages, side_pages)
 
     def _drop(self, pages: torch.Tensor, side_pages: torch.Tensor) -> None:
@@ -231,15 +242,20 @@ class MappedAllocator(Allocator):
         self.side.free_pages(side_pages)
         self._erase(pages)
         self._freed()
+        self._has_queued |= self._grouping
 
-    def _verify_side(self, pages: torch.Tensor, side_pages: torch.Tensor) -> None:
-        """Raise if the side's pages of `pages` (or of some of them) cannot be given back; with debug, if one went before."""
-        if self.parts.debug and bool((side_pages == 0).any()):
-            unmapped = pages[self._mapped(pages) == 0]
-            raise self._freed_before(
-                named_holders(self.parts.request_pool, lengths.to_host(unmapped), self.page_size)
-            )
-        self.side.verify_pages(side_pages)
+    def _verify_mapped(self, pages: torch.Tensor, side_pages: torch.Tensor) -> None:
+        """With debug, verify that none of the side's pages of `pages` (or of some of them) went back before."""
+        if not self.parts.debug or not bool((side_pages == 0).any()):
+            return
+        unmapped = pages[self._mapped(pages) == 0]
+        raise self._freed_before(named_holders(self.parts.request_pool, lengths.to_host(unmapped), self.page_size))
+
+    def _forget(self) -> None:
+        """Map nothing, and drop an open group."""
+        self._erase()
+        self._grouping = self._has_queued = False
+        self._freed()
 
     @abc.abstractmethod
     def _freed_before(self, named: str) -> SlotError:

@@ -11,6 +11,7 @@ from kvdock.allocators import lengths
 from kvdock.allocators.base import Allocator, Shortfall
 from kvdock.allocators.debug import Ledger
 from kvdock.allocators.freelist import FreeList
+from kvdock.allocators.group import FreeGroup
 from kvdock.allocators.ring import PageRing
 from kvdock.errors import BuildError, PlanError, SlotError
 from kvdock.layout import Buffer, Space, Unit
@@ -37,8 +38,8 @@ class PagedAllocator(Allocator):
     rank times the ranks.
     """
 
-    features = frozenset({"dcp"})
-    """Pages and capacity count the tokens of all ranks of decode-context parallelism."""
+    features = frozenset({"dcp", "hisparse"})
+    """Pages and capacity count the tokens of all ranks of decode-context parallelism; any space of a host tier is served."""
 
     def __init__(self, query: AllocatorQuery, parts: Parts) -> None:
         super().__init__(query, parts)
@@ -47,8 +48,7 @@ class PagedAllocator(Allocator):
         self.page_size = space.page_size
         self.size = parts.sizes[space.name] * query.parallel.dcp_size
         self._ring = self._make_free_list(parts)
-        self._group: list[torch.Tensor] | None = None
-        """In a free group, the pages of tokens that were part of a page; others may name the rest of it."""
+        self._group: FreeGroup | None = None
         name, capacity = self._ring.journal.name, self._ring.capacity
         self._ledger = Ledger(name, self.page_size, capacity, parts.request_pool) if parts.debug else None
         if self.page_size > 1:
@@ -67,6 +67,7 @@ class PagedAllocator(Allocator):
         Raises:
             SlotError: `need_size` is negative or no multiple of the page size.
         """
+        need_size = lengths.whole_count(need_size, "need_size")
         if need_size < 0 or need_size % self.page_size:
             raise SlotError(
                 f"{self._name}: alloc({need_size}) is no whole number of pages of {self.page_size} slots; "
@@ -80,10 +81,13 @@ class PagedAllocator(Allocator):
         """Return `count` page numbers in order; `owners` names a holder of each for debug messages.
 
         Raises:
-            SlotError: `count` is negative.
+            SlotError: `count` is negative, or there is another number of owners.
         """
+        count = lengths.whole_count(count, "count")
         if count < 0:
             raise SlotError(f"{self._name}: alloc_pages({count}) asks for fewer than no pages")
+        if owners is not None and len(owners) != count:
+            raise SlotError(f"{self._name}: {len(owners)} owners for {count} pages; give one of each, or none")
         return self._take(count, owners)
 
     def alloc_extend(
@@ -134,13 +138,13 @@ class PagedAllocator(Allocator):
         """Give back the pages of these tokens; waits for the device once (in a group: at its end)."""
         self.verify_slots(indices)
         slots = indices if indices.dim() == 1 else indices.reshape(-1)
-        if not slots.shape[0]:
+        if not slots.numel():
             return
         if self._group is None:
             self._give(lengths.distinct_pages(slots, self.page_size))
             return
         self._ring.journal.freed()
-        self._queue_slots(slots, self._group)
+        self._group.add(slots)
         if self._ledger is not None:
             self._ledger.queue_slots(indices)
 
@@ -231,7 +235,7 @@ class PagedAllocator(Allocator):
         self._enter()
         if self._group is not None:
             raise SlotError(f"{self._name}: a free group is open already; end it before the next one begins")
-        self._group = []
+        self._group = FreeGroup(self.page_size)
 
     def free_group_end(self) -> None:
         """Give back what was collected; waits for the device once if tokens were freed.
@@ -244,7 +248,7 @@ class PagedAllocator(Allocator):
         if self._group is None:
             raise SlotError(f"{self._name}: no free group is open; call free_group_begin first")
         group, self._group = self._group, None
-        self._ring.commit(_distinct_pages(group))
+        self._ring.commit(group.pages())
         if self._ledger is not None:
             self._ledger.close_group()
 
@@ -351,7 +355,7 @@ class PagedAllocator(Allocator):
             raise
 
     def _give(self, pages: torch.Tensor) -> None:
-        if not pages.shape[0]:
+        if not pages.numel():
             return
         if self._group is None:
             self._ring.give(pages)
@@ -364,17 +368,6 @@ class PagedAllocator(Allocator):
 
     def _require_live(self, count: int) -> None:
         self._ring.require_live(self._ring.staged + count)
-
-    def _queue_slots(self, slots: torch.Tensor, group: list[torch.Tensor]) -> None:
-        """Stage whole pages, which nobody else can name, and remember the others; a device would have to be asked."""
-        if not slots.is_cpu:
-            pages = lengths.pages_of_slots(slots, self.page_size)
-            group.append(pages.clone() if self.page_size == 1 else pages)
-            return
-        whole, partial = lengths.whole_and_partial(slots, self.page_size)
-        self._ring.stage(whole)
-        if partial is not None:
-            group.append(partial)
 
     def _owners_of_pages(self, owners: Sequence[Any] | None, growth: lengths.Growth | TailGrowth) -> list[Any] | None:
         if self._ledger is None or owners is None:
@@ -422,12 +415,6 @@ class PagedAllocator(Allocator):
             slots = [int(page) * self.page_size for page in pages[:8]]
             named = "" if self._ledger is None else self._ledger.named(pages)
             raise SlotError(f"{self._name}: {len(pages)} pages, at slots {slots}{named}, {what}")
-
-
-def _distinct_pages(parts: list[torch.Tensor]) -> torch.Tensor | None:
-    import torch
-
-    return lengths.distinct_pages(torch.cat(parts), 1) if parts else None
 
 
 def only_space(query: AllocatorQuery) -> Space:

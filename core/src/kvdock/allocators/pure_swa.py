@@ -53,6 +53,10 @@ class PureSWAAllocator(PagedAllocator):
 
         return self._grown(tails, owners, to_slots)
 
+    def free(self, indices: torch.Tensor) -> None:
+        """Give back the pages of these tokens; 0, as before a tail, is none (with debug it is refused). Waits once."""
+        super().free(indices if self.parts.debug else indices[indices != 0])
+
     def translate(self, loc: torch.Tensor) -> torch.Tensor:
         """Return `loc` as int64: the slots of requests are the sliding slots; −1 stays −1."""
         return loc.long()

@@ -136,7 +136,7 @@ class PageRing:
         Raises:
             SlotError: more pages than are handed out; nothing changes.
         """
-        count = pages.shape[0]
+        count = pages.numel()
         if not count:  # nothing was freed, so every mark stays valid
             return
         self.require_live(count)
@@ -150,7 +150,7 @@ class PageRing:
         Raises:
             SlotError: more pages than are handed out; nothing changes.
         """
-        count = pages.shape[0]
+        count = pages.numel()
         if not count:
             return
         self.require_live(self.staged + count)
@@ -218,13 +218,14 @@ class PageRing:
         """Write pages behind those that are free or staged."""
         tail = (self._head + self.free + self.staged) % self.capacity
         first = min(count, self.capacity - tail)
-        self._write(tail, pages if first == count else pages[:first])
         if first < count:
-            self._write(0, pages[first:])
-
-    def _write(self, start: int, pages: torch.Tensor) -> None:
-        end = start + pages.shape[0]
-        if self._host is None or not pages.is_cpu:
-            self._ids[start:end].copy_(pages)
+            self._write(tail, self.capacity, pages[:first])
+            self._write(0, count - first, pages[first:])
         else:
+            self._write(tail, tail + count, pages)
+
+    def _write(self, start: int, end: int, pages: torch.Tensor) -> None:
+        if self._host is not None and pages.is_cpu:
             self._host[start:end] = pages.numpy()
+        else:
+            self._ids[start:end].copy_(pages)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvdock.allocators import lengths, window
-from kvdock.allocators.base import Allocator, Shortfall
-from kvdock.allocators.debug import named_holders
+from kvdock.allocators.base import Shortfall
+from kvdock.allocators.mapped import MappedAllocator, Share
 from kvdock.allocators.ring import Journal, Mark
 from kvdock.errors import BuildError, SlotError
 from kvdock.layout import FULL, SWA, Buffer, Unit
@@ -29,7 +29,7 @@ class SWAState(NamedTuple):
     swa: Any
 
 
-class SWAAllocator(Allocator):
+class SWAAllocator(MappedAllocator):
     """Hands out a full and a sliding slot for each token; requests are numbered in full slots.
 
     Both sides get the same layout, so a full page pairs with one sliding page and a slot keeps its offset.
@@ -54,16 +54,16 @@ class SWAAllocator(Allocator):
         super().__init__(query, parts)
         self.page_size = window.common_page_size(query)
         self.full, self.swa = parts.allocators[FULL], parts.allocators[SWA]
+        self.numbering, self.side = self.full, self.swa
         self.size = self.full.size
-        self.full_to_swa = parts.tensors.rows("full_to_swa")
+        self.full_to_swa = self._map = parts.tensors.rows("full_to_swa")
         if self.full_to_swa.shape[0] != self.size // self.page_size + 1:
             raise BuildError(
                 f"the map full_to_swa has {self.full_to_swa.shape[0]} rows for {self.size} full slots in pages of "
                 f"{self.page_size} and a padding page; build with the plan's own sizes"
             )
         self._journal = Journal("spaces 'full' and 'swa'")
-        self._grouping = self._has_queued = False
-        self.full_to_swa.zero_()
+        self._erase()
 
     @classmethod
     def buffers(cls, query: AllocatorQuery) -> tuple[Buffer, ...]:
@@ -74,24 +74,6 @@ class SWAAllocator(Allocator):
         """
         window.common_page_size(query)
         return (Buffer(name="full_to_swa", role="map", space=FULL, unit=Unit.PAGE, shape=(), dtype="int64"),)
-
-    def alloc(self, need_size: int, owner: Any = None) -> torch.Tensor | None:
-        """Return `need_size` full slots, each mapped to a sliding one; ``None`` if either side is short."""
-        if need_size > self.available_size():
-            return None
-        count = need_size // self.page_size
-        return self._in_step(
-            lambda: self.full.alloc(need_size, owner),
-            lambda slots: self._pages_of(slots[:: self.page_size]),
-            count,
-            None if owner is None else [owner] * count,
-        )
-
-    def alloc_pages(self, count: int, owners: Sequence[Any] | None = None) -> torch.Tensor | None:
-        """Return `count` full pages, each mapped to a sliding one; ``None`` if either side is short."""
-        if count * self.page_size > self.available_size():
-            return None
-        return self._in_step(lambda: self.full.alloc_pages(count, owners), lambda pages: pages, count, owners)
 
     def alloc_extend(
         self,
@@ -150,29 +132,13 @@ class SWAAllocator(Allocator):
             SlotError: a length below 1, and what `alloc_extend` refuses. Nothing is taken.
         """
         growth = lengths.decode_growth(seq_lens_cpu, self.page_size)
-        on_device = {"seq_lens": seq_lens, "last_loc": last_loc}
+        self.verify_growth(growth, {"seq_lens": seq_lens, "last_loc": last_loc}, owners)
         batch = (seq_lens, seq_lens_cpu, last_loc, owners)
-        return self._grown(growth, None, on_device, owners, lambda: self.full.alloc_decode(*batch))
+        return self._grown(growth, lambda: self.full.alloc_decode(*batch), self._share(growth, None, owners))
 
     def translate(self, loc: torch.Tensor) -> torch.Tensor:
         """Return the sliding slots of full slots: −1 for −1, 0 where the sliding page is not there."""
         return self.parts.kernels.translate(self.full_to_swa, loc, self.page_size)
-
-    def free(self, indices: torch.Tensor) -> None:
-        """Give back the full pages of these tokens, and their sliding pages where there still are any.
-
-        Waits for the device once.
-        """
-        self.full.verify_slots(indices)
-        numbers, mapped = self._looked_up(self._pages_of(indices.reshape(-1).to(self.full_to_swa.dtype)))
-        pages, swa_pages = (lengths.to_device(found, indices.device) for found in (numbers, mapped[mapped != 0]))
-        self.swa.verify_pages(swa_pages)
-        if self._grouping:
-            # Several token frees of one group may name one full page; the inner group reduces them at its end.
-            self.full.free(indices)
-        else:
-            self.full.free_pages(pages)
-        self._drop(pages, swa_pages)
 
     def free_pages(self, pages: torch.Tensor, has_swa: bool = True) -> None:
         """Give back full pages; `has_swa` says whether all of them or none still have a sliding page.
@@ -180,7 +146,7 @@ class SWAAllocator(Allocator):
         Raises:
             SlotError: more pages than are live; nothing changes.
         """
-        pages = pages.to(self.full_to_swa.dtype)
+        pages = pages.to(self._map.dtype)
         self._free_both(pages, pages if has_swa else pages[:0])
 
     def free_rows(
@@ -214,15 +180,15 @@ class SWAAllocator(Allocator):
 
         Waits for the device once.
         """
-        slots = indices.reshape(-1).to(self.full_to_swa.dtype)
+        slots = indices.reshape(-1).to(self._map.dtype)
         is_last = slots % self.page_size == self.page_size - 1
         # Page 0 has no sliding page, so a token that is not the last of its page is skipped as well.
         pages, swa_pages = self._looked_up(self._pages_of(slots) * is_last)
-        self._free_swa_of(lengths.to_device(pages[swa_pages != 0], indices.device))
+        self._free_side_of(lengths.to_device(pages[swa_pages != 0], indices.device))
 
     def free_swa_pages(self, pages: torch.Tensor) -> None:
         """Give back the sliding pages of full pages that still have one; never waits for the device."""
-        self._free_swa_of(pages.to(self.full_to_swa.dtype))
+        self._free_side_of(pages.to(self._map.dtype))
 
     def free_swa_rows(
         self, table: torch.Tensor, rows: Sequence[int], starts: Sequence[int], ends: Sequence[int]
@@ -235,11 +201,7 @@ class SWAAllocator(Allocator):
             SlotError: a range outside the table, or more pages than are live; nothing changes.
         """
         bounds = lengths.checked_ranges(table.shape, rows, starts, ends).finished_page_bounds(self.page_size)
-        self._free_swa_of(bounds.pages(table))
-
-    def available_size(self) -> int:
-        """Return the slots that both sides could hand out now."""
-        return min(self.full_available_size(), self.swa_available_size())
+        self._free_side_of(bounds.pages(table))
 
     def full_available_size(self) -> int:
         """Return the free slots of the full side."""
@@ -248,10 +210,6 @@ class SWAAllocator(Allocator):
     def swa_available_size(self) -> int:
         """Return the free slots of the sliding side."""
         return self.swa.available_size()
-
-    def pages_needed(self, prefix_lens: Sequence[int], seq_lens: Sequence[int]) -> int:
-        """Return the new pages, the same on both sides."""
-        return self.full.pages_needed(prefix_lens, seq_lens)
 
     def swa_pages_needed(
         self, prefix_lens: Sequence[int], seq_lens: Sequence[int], swa_tail_lens: Sequence[int]
@@ -266,54 +224,6 @@ class SWAAllocator(Allocator):
     def shortfall(self, pages: int, swa_pages: int | None = None) -> tuple[Shortfall, ...]:
         """Say which side lacks how many slots for `pages` pages, `swa_pages` of them on the sliding side (default: all)."""
         return self.full.shortfall(pages) + self.swa.shortfall(pages if swa_pages is None else swa_pages)
-
-    def verify_pages(self, pages: torch.Tensor) -> None:
-        """Raise what `free_pages` would raise for full `pages`, and change nothing."""
-        pages = pages.to(self.full_to_swa.dtype)
-        self._verified(pages, pages)
-
-    def verify_slots(self, indices: torch.Tensor) -> None:
-        """With debug, raise what `free` would raise for full slots, and change nothing. Without, do nothing."""
-        self.full.verify_slots(indices)
-
-    def verify_live(self, slots: torch.Tensor) -> None:
-        """With debug, verify that full `slots` may be written: handed out, or padding."""
-        self.full.verify_live(slots)
-
-    def verify_growth(
-        self, growth: lengths.Growth, on_device: Mapping[str, torch.Tensor], owners: Sequence[Any] | None = None
-    ) -> None:
-        """Raise what an extend or decode would raise for its device tensors, on either side, and change nothing.
-
-        Raises:
-            SlotError: another number of requests than the host's; with debug, lengths other than the host's,
-                or last slots that are not live where a page goes on.
-        """
-        lengths.check_batch(len(growth.seq), owners, **on_device)
-        self.full.verify_growth(growth, on_device, owners)
-        if self.parts.debug:
-            last = self.translate(on_device["last_loc"])
-            self.swa.verify_growth(growth, {**on_device, "last_loc": last}, owners)
-
-    def live_pages(self) -> list[int] | None:
-        """Return the full pages that are handed out, ascending, or ``None`` where the full side cannot tell."""
-        return self.full.live_pages()
-
-    def free_group_begin(self) -> None:
-        """Collect the frees that follow; sliding pages are looked up when they are queued."""
-        self.full.free_group_begin()
-        self.swa.free_group_begin()
-        self._grouping = True
-
-    def free_group_end(self) -> None:
-        """Give back what was collected, on both sides."""
-        if self._has_queued:
-            self._journal.freed()  # one side may have given back alone, and a restore is for both or neither
-        self._grouping = self._has_queued = False
-        try:
-            self.full.free_group_end()
-        finally:
-            self.swa.free_group_end()
 
     def backup_state(self) -> SWAState:
         """Return a token of the present allocations of both sides."""
@@ -383,117 +293,31 @@ class SWAAllocator(Allocator):
         growth = lengths.extend_growth((prefix_lens_cpu, seq_lens_cpu), tokens, self.page_size)
         tails = None if swa_tail_lens is None else window.tail_growth(growth, swa_tail_lens)
         on_device = {"prefix_lens": prefix_lens, "seq_lens": seq_lens, "last_loc": last_loc}
-        return self._grown(growth, tails, on_device, owners, lambda: self.full.alloc_extend(*batch, owners))
-
-    def _grown(
-        self,
-        growth: lengths.Growth,
-        tails: window.TailGrowth | None,
-        on_device: Mapping[str, torch.Tensor],
-        owners: Sequence[Any] | None,
-        take: Callable[[], torch.Tensor | None],
-    ) -> torch.Tensor | None:
-        """Return the full slots that `take` gets for a growth, its new pages mapped; ``None`` if a side is short."""
         self.verify_growth(growth, on_device, owners)
-        sliding, size = tails or growth, self.page_size
-        pages, swa_pages = growth.page_count, sliding.page_count
-        if pages * size > self.full_available_size() or swa_pages * size > self.swa_available_size():
-            return None
-        if not pages:
-            return take()
+        share = self._share(growth, tails, owners)
+        return self._grown(growth, lambda: self.full.alloc_extend(*batch, owners), share)
+
+    def _share(self, growth: lengths.Growth, tails: window.TailGrowth | None, owners: Sequence[Any] | None) -> Share:
+        sliding = tails or growth
         named = lengths.owners_of_pages(owners, sliding.new_pages) if owners is not None and self.parts.debug else None
-        return self._in_step(take, lambda slots: self._new_pages(slots, growth), swa_pages, named, tails)
+        words = None if tails is None else lambda pages: window.among_new_pages(tails, pages)
+        return Share(sliding.page_count, named, words)
 
-    def _in_step(
-        self,
-        take: Callable[[], torch.Tensor | None],
-        to_pages: Callable[[torch.Tensor], torch.Tensor],
-        count: int,
-        owners: Sequence[Any] | None,
-        tails: window.TailGrowth | None = None,
-    ) -> torch.Tensor | None:
-        """Return what `take` gets of the full side, and map its pages to `count` sliding ones; both sides or neither."""
-        before = self.full.backup_state(), self.swa.backup_state()
-        try:
-            found, swa_pages = take(), self.swa.alloc_pages(count, owners)
-            if found is None or swa_pages is None:
-                raise SlotError(
-                    "a side handed out less than its available_size: it is also driven by somebody else; "
-                    "allocate through the composite alone"
-                )
-            words = swa_pages if tails is None else window.among_new_pages(tails, swa_pages)
-            self.full_to_swa.scatter_(0, to_pages(found).to(self.full_to_swa.dtype), words)
-        except BaseException:
-            self.full.restore_state(before[0])
-            self.swa.restore_state(before[1])
-            raise
-        self._journal.position += 1
-        return found
-
-    def _new_pages(self, slots: torch.Tensor, growth: lengths.Growth) -> torch.Tensor:
-        """Return the new full pages among the new slots of a batch, from one slot a page."""
-        if self.page_size == 1:
-            return slots
-        heads = lengths.to_device(growth.page_heads(), slots.device)
-        return self._pages_of(slots.index_select(0, heads))
-
-    def _looked_up(self, pages: torch.Tensor) -> tuple[lengths.Ints, lengths.Ints]:
-        """Return each full page once, and its sliding page (0: none), on the host; waits for the device once."""
-        import torch
-
-        both = lengths.to_host(torch.stack((pages, self._mapped_pages(pages)))).reshape(2, -1)
-        once = lengths.first_of_each(both[0])
-        return both[0][once], both[1][once]
-
-    def _mapped_pages(self, pages: torch.Tensor) -> torch.Tensor:
-        """Return the sliding page of each full page, 0 where it was given back."""
+    def _mapped(self, pages: torch.Tensor) -> torch.Tensor:
         return self.full_to_swa.index_select(0, pages)
 
-    def _pages_of(self, slots: torch.Tensor) -> torch.Tensor:
-        return lengths.pages_of_slots(slots, self.page_size)
+    def _write(self, pages: torch.Tensor, words: torch.Tensor) -> None:
+        self.full_to_swa.scatter_(0, pages, words)
 
-    def _free_both(self, pages: torch.Tensor, visible: torch.Tensor) -> None:
-        swa_pages = self._verified(pages, visible)
-        self.full.free_pages(pages)
-        self._drop(pages, swa_pages)
+    def _erase(self, pages: torch.Tensor | None = None) -> None:
+        if pages is None:
+            self.full_to_swa.zero_()
+        else:
+            self.full_to_swa.index_fill_(0, pages, 0)
 
-    def _verified(self, pages: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
-        """Return the sliding pages of `visible`, those of `pages` that have one, after verifying both sides."""
-        self.full.verify_pages(pages)  # before the map is read at numbers that may not exist
-        swa_pages = self._mapped_pages(visible)
-        self._verify_mapped(pages, swa_pages)
-        self.swa.verify_pages(swa_pages)
-        return swa_pages
-
-    def _free_swa_of(self, pages: torch.Tensor) -> None:
-        if self.parts.debug:
-            self.full.verify_pages(pages)
-        swa_pages = self._mapped_pages(pages)
-        self._verify_mapped(pages, swa_pages)
-        self._drop(pages, swa_pages)
-
-    def _drop(self, pages: torch.Tensor, swa_pages: torch.Tensor) -> None:
-        """Give back sliding pages and unmap the full pages `pages`."""
-        if not pages.shape[0]:
-            return
-        self.swa.free_pages(swa_pages)
-        self.full_to_swa.index_fill_(0, pages, 0)
-        self._journal.freed()
-        self._has_queued |= self._grouping
-
-    def _verify_mapped(self, pages: torch.Tensor, swa_pages: torch.Tensor) -> None:
-        """With debug, verify that none of the sliding pages of `pages` (or of some of them) went back before."""
-        if not self.parts.debug or not bool((swa_pages == 0).any()):
-            return
-        unmapped = pages[self._mapped_pages(pages) == 0]
-        named = named_holders(self.parts.request_pool, lengths.to_host(unmapped), self.page_size)
-        raise SlotError(
+    def _freed_before(self, named: str) -> SlotError:
+        return SlotError(
             f"sliding slots{named} are freed twice: some of these tokens left the window before; say so with "
             "hold_prefix(request, evicted=…), or pass swa_starts to free_rows, has_swa=False to free_pages, and "
             "each range once to free_swa_rows"
         )
-
-    def _forget(self) -> None:
-        self.full_to_swa.zero_()
-        self._grouping = self._has_queued = False
-        self._journal.freed()

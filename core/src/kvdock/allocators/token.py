@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class TokenAllocator(PagedAllocator):
     """Hands out single slots; a slot is its own page, so nothing is divided and `free` never waits."""
 
-    features = frozenset()
+    features = frozenset({"hisparse"})
     """Not decode-context parallelism, where a page has a slot on every rank."""
 
     @classmethod
@@ -44,6 +44,7 @@ class TokenAllocator(PagedAllocator):
         Raises:
             SlotError: `need_size` is negative.
         """
+        need_size = lengths.whole_count(need_size, "need_size")
         if need_size < 0:
             raise SlotError(f"{self._name}: alloc({need_size}) asks for fewer than no slots")
         return self._take(need_size, None if owner is None else [owner] * need_size)

@@ -20,7 +20,7 @@ from kvdock.explain import window_policy
 
 if TYPE_CHECKING:
     from kvdock.planner import BufferPlan, CachePlan, GroupPlan
-    from kvdock.testing.driver import Report
+    from kvdock.testing.report import Report
 
 BAR_CELLS = 48
 PIPE_COLUMNS = 140

@@ -17,7 +17,7 @@ from kvdock.errors import BuildError, PlanError
 if TYPE_CHECKING:
     from kvdock.cache import KVCache
     from kvdock.planner import CachePlan
-    from kvdock.testing.driver import Progress, Report
+    from kvdock.testing.report import Progress, Report
     from kvdock.testing.trace import Arrival
 
 DEFAULT_BYTES = 2**28

@@ -43,7 +43,9 @@ NAMES = frozenset(
         "hybrid_layer_pattern",
         "hybrid_override_pattern",
         "is_encoder_decoder",
+        "layer_group_size",
         "layers_block_type",
+        "linear_silu",
         "sparse_attention_config",
         "sparse_config",
         "state_size",
@@ -87,5 +89,5 @@ def _is_foreign(fields: Fields, name: str, value: Any) -> bool:
     if name == ATTENTION_TYPES:
         return not isinstance(value, list) or any(entry != 1 for entry in value)
     if name == INDEXER:
-        return not fields.has("kv_lora_rank")
+        return not fields.has("kv_lora_rank") or fields.flag("use_mla") is False
     return name in NAMES or name.startswith(PREFIXES)

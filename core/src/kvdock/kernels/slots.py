@@ -109,11 +109,11 @@ def decode_slots_on_host(
     Raises:
         SlotError: the lengths ask for another number of pages than was taken for them.
     """
-    following = _ints(last_loc) + 1
-    if new_pages.shape[0]:
-        turn = (_in_page(seq_lens.numpy() - 1, page_size) == 0).nonzero()[0]
-        _verify("pages", len(turn), new_pages.shape[0])
-        following[turn] = _ints(new_pages) * page_size
+    following, new = _ints(last_loc) + 1, _ints(new_pages)
+    if len(new):
+        turn = (_in_page(seq_lens.numpy(), page_size) == 1 % page_size).nonzero()[0]
+        _verify("pages", len(turn), len(new))
+        following[turn] = new * page_size
     return torch.from_numpy(following)
 
 
@@ -123,8 +123,8 @@ def _in_page(tokens: Ints, page_size: int) -> Ints:
 
 
 def _ints(tensor: torch.Tensor) -> Ints:
-    found: Ints = tensor.numpy().astype(np.int64, copy=False)
-    return found
+    found: Ints = tensor.numpy()
+    return found if found.dtype == np.int64 else found.astype(np.int64)
 
 
 def _verify(what: str, asked: int, taken: int) -> None:

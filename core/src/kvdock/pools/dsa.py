@@ -234,7 +234,7 @@ class DSAPool(MLAPool):
         owner = self._owner_of.get(layer_id)
         if owner is None:
             raise self.refuse_layer(layer_id)
-        self.wait_for_layer(layer_id)
+        self.wait_for_layer(owner)
         return owner
 
     def _rows_for_reading(self, layer_id: int) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from kvdock import dtypes
@@ -221,6 +221,8 @@ class GroupedPool(Pool):
                 f"layer {layer_id}: values of shape {list(values.shape)} for slots of shape {list(loc.shape)}; "
                 f"give slots [n] and values [n, {', '.join(str(extent) for extent in shape)}]"
             )
+        if loc.dtype not in _slot_dtypes():
+            raise SlotError(f"layer {layer_id}: slots of type {loc.dtype}; give int64 or int32, nothing was written")
         if self.parts.debug:
             self._check_loc(layer_id, loc)
 
@@ -272,3 +274,11 @@ def check_kv_dtype(query: PoolQuery) -> str:
             "give auto, bfloat16, float16, float32, fp8_e4m3 or fp8_e5m2"
         )
     return dtype.name
+
+
+@lru_cache(maxsize=1)
+def _slot_dtypes() -> tuple[torch.dtype, torch.dtype]:
+    """Return the types that slots come in: what allocators return, and what request tables hold."""
+    import torch
+
+    return torch.int64, torch.int32

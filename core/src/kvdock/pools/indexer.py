@@ -104,7 +104,7 @@ class IndexerPool(GroupedPool):
         owner = self._owner_of.get(layer_id)
         if owner is None:
             raise self.refuse_layer(layer_id)
-        self.wait_for_layer(layer_id)
+        self.wait_for_layer(owner)
         return views[owner]
 
 

@@ -43,8 +43,8 @@ class RoutedPool(Pool):
                     )
 
     def routed_parts(self) -> dict[str, Pool]:
-        """Return the parts that keys and values of a layer are looked for in, by group name."""
-        return self.token_parts
+        """Return the parts that keep keys and values, by group name: an indexer stands beside those of its layer."""
+        return {name: pool for name, pool in self.token_parts.items() if pool.query.kind != "sparse_index"}
 
     @classmethod
     def buffers(cls, query: PoolQuery) -> tuple[Buffer, ...]:

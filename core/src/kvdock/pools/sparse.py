@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from kvdock.errors import SlotError
 from kvdock.planned import Parts
-from kvdock.pools.base import Pool
 from kvdock.pools.indexer import IndexerPool
 from kvdock.pools.routed import RoutedPool
 from kvdock.queries import PoolQuery
@@ -25,10 +24,6 @@ class SparsePool(RoutedPool):
         super().__init__(query, parts)
         indexers = [pool for pool in parts.pools.values() if isinstance(pool, IndexerPool)]
         self._indexer_of = {layer_id: pool for pool in indexers for layer_id in pool.layer_ids}
-
-    def routed_parts(self) -> dict[str, Pool]:
-        """Return the parts that keep keys and values."""
-        return {name: pool for name, pool in self.token_parts.items() if not isinstance(pool, IndexerPool)}
 
     @property
     def sparse_layer_ids(self) -> tuple[int, ...]:

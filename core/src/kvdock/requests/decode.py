@@ -108,3 +108,17 @@ class HybridDecodeReqToTokenPool(DecodeReqToTokenPool, HybridReqToTokenPool):
         if rows is not None and arriving:
             self.expect_states(new)
         return rows
+
+    def start(self, requests: Sequence[Hashable]) -> list[int] | None:
+        """Let requests run whose KV and states have arrived, and return their rows; one that runs goes on.
+
+        ``None`` (and nothing changes) if more than `size` would run.
+
+        Raises:
+            SlotError: a request has no row; nothing changes.
+        """
+        arrived = [request for request in requests if request in self.arriving()]
+        rows = super().start(requests)
+        if rows is not None:
+            self.states_arrived(arrived)
+        return rows

@@ -71,6 +71,7 @@ class Holdings:
         holding = self.of(request)
         for name, tokens in (("borrowed", borrowed), ("evicted", evicted)):
             self.check_tokens(request, name, tokens)
+        borrowed, evicted = int(borrowed), int(evicted)
         self.check_pages(request, "borrowed", borrowed)
         self._known[request] = holding._replace(
             borrowed=max(holding.borrowed, borrowed), evicted=max(holding.evicted, evicted)

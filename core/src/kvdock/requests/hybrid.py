@@ -57,6 +57,7 @@ class HybridReqToTokenPool(ReqToTokenPool):
         self.track_slots: torch.Tensor | None = tensors.rows("track_slots") if self.tracks_per_request else None
         self._held: dict[Hashable, _Held] = {}
         self._fresh: dict[int, None] = {}
+        self._expected: set[int] = set()
         self._copies: dict[int, int] = {}
         self._zero_maps()
 
@@ -97,7 +98,9 @@ class HybridReqToTokenPool(ReqToTokenPool):
         """
         row = self.row_of(request)
         super().free(request)
-        held = self._held.pop(request)
+        held = self._held.pop(request, None)
+        if held is None:  # an admission that failed before the request got a state
+            return
         self._give(held.all())
         # A stale row, as a padded batch may name it, must not reach another's state.
         self.row_to_state[row].zero_()
@@ -215,6 +218,15 @@ class HybridReqToTokenPool(ReqToTokenPool):
         for slot in [self.state_of(request) for request in requests]:
             self._fresh.pop(slot, None)
             self._copies.pop(slot, None)
+            self._expected.add(slot)
+
+    def states_arrived(self, requests: Sequence[Hashable]) -> None:
+        """Note that the states that `expect_states` named are there: they may be donated and forked.
+
+        Raises:
+            SlotError: a request has no state; nothing changes.
+        """
+        self._expected.difference_update([self.state_of(request) for request in requests])
 
     def free_states(self, slots: Sequence[int] | torch.Tensor) -> None:
         """Give back state slots that requests donated to a prefix cache.
@@ -259,11 +271,16 @@ class HybridReqToTokenPool(ReqToTokenPool):
         self._copies.clear()
         return sources, targets
 
+    def still_due(self, sources: Sequence[int], targets: Sequence[int], fresh: Sequence[int]) -> None:
+        """Put back what `take_copies` and `take_fresh` returned, because it was not done."""
+        self._copies.update(zip(targets, sources, strict=True))
+        self._fresh.update(dict.fromkeys(fresh))
+
     def clear(self) -> None:
         """Give back every row and every state slot, those of a prefix cache as well."""
         super().clear()
         self.states.clear()
-        for book in (self._held, self._fresh, self._copies):
+        for book in (self._held, self._fresh, self._copies, self._expected):
             book.clear()
         self._zero_maps()
 
@@ -317,6 +334,8 @@ class HybridReqToTokenPool(ReqToTokenPool):
         self._write_maps([request])
 
     def _refuse_fresh(self, slot: int) -> None:
+        if slot in self._expected:
+            raise SlotError(f"what state slot {slot} waits for has not arrived yet; nothing was changed")
         if slot in self._fresh:
             raise SlotError(
                 f"nothing was written to state slot {slot} yet: it was handed out since the last forward pass "
@@ -328,6 +347,7 @@ class HybridReqToTokenPool(ReqToTokenPool):
         for slot in slots:
             self._fresh.pop(slot, None)
             self._copies.pop(slot, None)
+            self._expected.discard(slot)
 
     def _of(self, request: Hashable) -> _Held:
         self._enter()

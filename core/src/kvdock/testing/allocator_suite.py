@@ -7,19 +7,22 @@ from typing import TYPE_CHECKING, ClassVar
 
 import pytest
 
+from kvdock.builder import build
 from kvdock.errors import SlotError
 from kvdock.testing.suite_base import Suite
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
     from kvdock.allocators.base import Allocator
-    from kvdock.builder import KVCache
+    from kvdock.cache import KVCache
     from kvdock.planner import CachePlan
 
 
 class AllocatorSuite(Suite):
-    """The promises of an allocator of one space."""
+    """The promises of an allocator of one space, and of several in step that have equally many slots."""
 
     allocator_cls: ClassVar[type[Allocator]]
 
@@ -34,6 +37,12 @@ class AllocatorSuite(Suite):
     def batch(self, allocator: Allocator, seed: int) -> Batch:
         """Give random requests, grown and freed through the allocator."""
         return Batch(allocator, random.Random(seed))
+
+    @pytest.fixture
+    def debugged(self, plan: CachePlan) -> Allocator:
+        """Give the same allocator, built with debug."""
+        pytest.importorskip("torch")
+        return build(plan, device=self.torch_device, debug=True).token_to_kv_pool_allocator
 
     def test_everything_is_free_at_first(self, plan: CachePlan, allocator: Allocator) -> None:
         """A fresh allocator has what the plan says, in whole pages."""
@@ -75,6 +84,32 @@ class AllocatorSuite(Suite):
         assert allocator.available_size() == 0
         allocator.free(rest)
         assert allocator.available_size() == free
+        batch.check()
+
+    def test_a_refused_call_changes_nothing(self, batch: Batch) -> None:
+        """Calls that contradict themselves raise `SlotError` before anything is taken or given back."""
+        batch.grow(2, batch.allocator.page_size)
+        free, state = batch.allocator.available_size(), batch.allocator.backup_state()
+        for call in batch.contradictions():
+            with pytest.raises(SlotError):
+                call()
+            assert batch.allocator.available_size() == free
+            batch.check()
+        batch.allocator.restore_state(state)
+        batch.check()
+
+    def test_extends_equal_a_loop_over_the_tokens(self, batch: Batch) -> None:
+        """Short and empty extends, and those over a bound, are laid out token by token, with just the pages they need."""
+        page = batch.allocator.page_size
+        spans = [(0, 0), (0, 1), (page - 1, page + 1), (page, page), (page, page), (page + 1, 3 * page), (0, 2 * page)]
+        for prefix, _ in spans:
+            batch.grow(1, prefix)
+        grown = dict(zip(batch.requests, [seq for _, seq in spans], strict=True))
+        needed = batch.allocator.pages_needed([prefix for prefix, _ in spans], list(grown.values()))
+        spare = batch.allocator.alloc(batch.allocator.available_size() - needed * page)
+        batch.extend_all(grown)
+        assert batch.allocator.available_size() == 0
+        batch.allocator.free(_allocated_tensor(spare))
         batch.check()
 
     def test_extend_fills_the_last_page_first(self, batch: Batch) -> None:
@@ -139,7 +174,7 @@ class AllocatorSuite(Suite):
         pages = allocator.available_size() // page
         assert allocator.shortfall(pages) == ()
         lacking = allocator.shortfall(pages + 2)
-        assert [lack.missing for lack in lacking] == [2 * page]
+        assert {lack.missing for lack in lacking} == {2 * page}
 
     def test_a_free_group_waits_for_its_end(self, allocator: Allocator) -> None:
         """Frees inside a group take effect together, and tokens of one page may come in several calls."""
@@ -149,6 +184,7 @@ class AllocatorSuite(Suite):
         allocator.free_group_begin()
         for place in range(2 * page):
             allocator.free(slots[place : place + 1])
+        assert allocator.available_size() == allocator.size - 2 * page
         allocator.free_group_end()
         assert allocator.available_size() == allocator.size
         allocator.check(held=_slots([]))
@@ -176,6 +212,62 @@ class AllocatorSuite(Suite):
             allocator.restore_state(state)
         assert allocator.available_size() == free
         allocator.check(held=held[page:])
+
+    def test_restoring_an_older_state_voids_newer_ones(self, batch: Batch) -> None:
+        """What was allocated between two states is gone with the older one, so the newer one means nothing."""
+        allocator, page = batch.allocator, batch.allocator.page_size
+        older = allocator.backup_state()
+        assert allocator.alloc(page) is not None
+        newer = allocator.backup_state()
+        allocator.restore_state(older)
+        with pytest.raises(SlotError):
+            allocator.restore_state(newer)
+        assert allocator.available_size() == allocator.size
+        allocator.restore_state(older)
+        batch.check()
+
+    def test_nothing_waits_for_the_device(self, plan: CachePlan) -> None:
+        """Calls with counts of the host run on the ``meta`` device, where no value can be read back."""
+        pytest.importorskip("torch")
+        allocator = build(plan, device="meta", debug=False).token_to_kv_pool_allocator
+        page, batch = allocator.page_size, Batch(allocator, random.Random(0))
+        slots = _allocated_tensor(allocator.alloc(6 * page))
+        state = allocator.backup_state()
+        assert batch.try_extend([(0, page + 1), (1, 2), (page, page)], [-1, page, page]) is not None
+        allocator.restore_state(state)
+        allocator.free_pages(slots[:page:page])
+        allocator.free_group_begin()
+        table = slots.view(2, 3 * page)
+        allocator.free_rows(table, [0, 1], [page, 0], [2 * page, page])
+        allocator.free_group_end()
+        assert allocator.available_size() == allocator.size - 3 * page
+
+    def test_with_debug_a_wrong_free_raises_at_once(self, debugged: Allocator) -> None:
+        """Slots that are freed twice (in two calls or in one), free or padding are refused, and nothing changes."""
+        page = debugged.page_size
+        held, gone = _allocated_tensor(debugged.alloc(page)), _allocated_tensor(debugged.alloc(page))
+        debugged.free(gone)
+        padding = held[:1] * 0
+        twice, unknown, outside = held[:1].repeat(2), padding + debugged.size, padding + 2 * debugged.size
+        for slots in (gone, gone[:1], twice, unknown, outside, padding):
+            with pytest.raises(SlotError):
+                debugged.free(slots)
+        for pages in (gone[:1] // page, twice // page, unknown // page, outside // page, padding):
+            with pytest.raises(SlotError):
+                debugged.free_pages(pages)
+        assert debugged.available_size() == debugged.size - page
+        debugged.check(held=held)
+
+    def test_a_double_free_makes_no_room(self, allocator: Allocator) -> None:
+        """Without debug a second free may go unnoticed, but never are more slots available than there are."""
+        page = allocator.page_size
+        slots = _allocated_tensor(allocator.alloc(page))
+        for _ in range(3):
+            try:
+                allocator.free(slots)
+            except SlotError:
+                continue
+        assert allocator.available_size() <= allocator.size
 
     def test_returned_slots_are_the_callers(self, batch: Batch) -> None:
         """Overwriting what was returned does not reach the allocator."""
@@ -240,6 +332,38 @@ class Batch:
         for slots, slot in zip(self.requests.values(), _allocated(self.try_decode()), strict=True):
             slots.append(slot)
 
+    def extend_all(self, grown: dict[int, int]) -> None:
+        """Let every request grow to so many tokens, in one call."""
+        spans = [(len(self.requests[request]), length) for request, length in grown.items()]
+        last = [self.requests[request][-1] if self.requests[request] else -1 for request in grown]
+        slots = _allocated(self.try_extend(spans, last))
+        for request, (start, end) in zip(grown, spans, strict=True):
+            self.requests[request] += slots[: end - start]
+            del slots[: end - start]
+        assert not slots
+
+    def contradictions(self) -> list[Callable[[], object]]:
+        """Return calls that must be refused, whatever is held."""
+        allocator, page = self.allocator, self.allocator.page_size
+        one = _slots([1], allocator)
+        table = one.new_zeros(2, page)
+        calls: list[Callable[[], object]] = [
+            lambda: allocator.alloc(-page),
+            lambda: allocator.alloc_extend(one * 2, [2], one, [1], one, -1),
+            lambda: allocator.alloc_extend(one * 0, [0], one, [1], -one, 2),
+            lambda: allocator.alloc_extend(one * 0, [0], one, [1], one[:0], 1),
+            lambda: allocator.alloc_decode(one * 0, [0], one),
+            lambda: allocator.alloc_decode(one, [1], one[:0]),
+            lambda: allocator.free_rows(table, [2], [0], [page]),
+            lambda: allocator.free_rows(table, [1], [0], [page + 1]),
+            lambda: allocator.free_rows(table, [1], [1], [0]),
+            lambda: allocator.restore_state(object()),
+            lambda: allocator.resize({"no such space": page}),
+            lambda: allocator.resize({}),
+            allocator.free_group_end,
+        ]
+        return calls if page == 1 else [*calls, lambda: allocator.alloc(page + 1)]
+
     def try_extend(self, spans: list[tuple[int, int]], last: list[int] | None = None) -> torch.Tensor | None:
         """Ask for the tokens of `spans`; ``None`` if they are not there."""
         prefix, seq = [start for start, _ in spans], [end for _, end in spans]
@@ -299,13 +423,15 @@ class Batch:
             self.end(request)
 
     def check(self) -> None:
-        """Every slot has one owner, pages belong to one request, and free and live add up."""
+        """Every slot has one owner, pages belong to one request, token by token, and free and live add up."""
         page = self.allocator.page_size
         owners: dict[int, int] = {}
         for request, slots in self.requests.items():
-            for slot in slots:
+            for place, slot in enumerate(slots):
                 assert slot >= page, f"request {request} owns padding slot {slot}"
                 assert owners.setdefault(slot // page, request) == request, f"page {slot // page} has two owners"
+                expected = slot // page * page if place % page == 0 else slots[place - 1] + 1
+                assert slot == expected, f"token {place} of request {request} is in slot {slot}, not {expected}"
             assert len(set(slots)) == len(slots)
         assert self.allocator.available_size() + len(owners) * page == self.allocator.size
         self.allocator.check(held=_slots([s for slots in self.requests.values() for s in slots], self.allocator))
@@ -319,6 +445,10 @@ def _slots(values: list[int], allocator: Allocator | None = None) -> torch.Tenso
 
 
 def _allocated(slots: torch.Tensor | None) -> list[int]:
-    assert slots is not None, "the allocation failed although there is room"
-    found: list[int] = slots.tolist()
+    found: list[int] = _allocated_tensor(slots).tolist()
     return found
+
+
+def _allocated_tensor(slots: torch.Tensor | None) -> torch.Tensor:
+    assert slots is not None, "the allocation failed although there is room"
+    return slots

@@ -14,75 +14,31 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from kvdock.errors import PlanError, SlotError
+from kvdock.layout import TARGET
+from kvdock.requests.decode import DecodeReqToTokenPool
+from kvdock.testing.report import Progress, Report
 from kvdock.testing.slots import Piece, Request, Slots
+from kvdock.testing.states import States
 from kvdock.testing.trace import Arrival
 from kvdock.testing.values import RunError, Values
 
 if TYPE_CHECKING:
     import torch
 
-    from kvdock.builder import KVCache
+    from kvdock.cache import KVCache
 
 DEFAULT_CHUNK = 512
 MAX_WAITING = 1024
 """Arrivals are read no further ahead than this, so a long trace is never held in memory."""
 SHARING, SPECULATING = 0.5, 0.1
 """How often a request that ends leaves a prefix and one that begins takes one; how often a decode speculates."""
+TRIMMING = 0.5
+"""How often what was speculated is trimmed page by page instead of taken back as a whole."""
 MAX_DRAFTS = 4
 """Tokens that a request speculates at most."""
 SAMPLE_TOKENS = 8
 """Tokens of one request that are compared at each extend and decode step, in every layer."""
-
-
-class Progress(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a run is."""
-
-    arrived: int
-    finished: int
-    tokens_written: int
-    steps: int
-
-
-class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run did.
-
-    `checks` counts compared values, a token in a layer each. `rejected` requests were longer than
-    `longest_tokens`, what the plan can hold. `unfinished` ones were taken back at `max_steps`.
-    `failed_admissions` counts the times that a request found no room, `preemptions` the times that one
-    was swapped out, `shared_tokens` the tokens that requests took from prefixes of others, `rollbacks` the
-    times that a decode speculated in vain. `problems` says what `check` found afterwards; empty: everything is in order.
-    """
-
-    arrived: int
-    finished: int
-    rejected: int
-    unfinished: int
-    longest_tokens: int
-    steps: int
-    tokens_written: int
-    seconds: float
-    peak_slots: dict[str, int]
-    failed_admissions: int
-    preemptions: int
-    checks: int
-    planned_bytes: int
-    allocated_bytes: int
-    problems: tuple[str, ...]
-    shared_tokens: int = 0
-    rollbacks: int = 0
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Tokens written in a second of wall time, their checks included."""
-        return self.tokens_written / self.seconds if self.seconds else 0.0
-
-    @property
-    def ok(self) -> bool:
-        """Whether nothing leaked and the planned bytes are the allocated ones."""
-        return not self.problems
 
 
 def drive(
@@ -124,13 +80,13 @@ class _Run:
     def __init__(self, cache: KVCache, arrivals: Iterable[Arrival], seed: int, chunk: int, step_ms: float) -> None:
         if chunk < 1:
             raise PlanError(f"chunk={chunk} prefills nothing; give at least 1")
-        if not cache.plan.outline.allocators:
-            raise PlanError("no layer of this rank keeps KV token by token, so there is nothing to drive")
+        _refuse_nothing(cache)
         self.cache = cache
         self.rows = cache.req_to_token_pool
         self.rng = random.Random(seed)
-        self.slots = Slots(cache, self.rng)
         self.values = Values(cache, seed)
+        self.states = States(cache, self.values, self.rng)
+        self.slots = Slots(cache, self.rng, self.states)
         self.sharing = self.speculating = 0.0
         self.longest = cache.plan.max_request_tokens
         self.chunk, self.step_ms = chunk, step_ms
@@ -142,7 +98,7 @@ class _Run:
         self.clock_ms = 0.0
         self.steps = self.arrived = self.finished = self.rejected = self.unfinished = 0
         self.tokens_written = self.failed_admissions = self.preemptions = 0
-        self.shared_tokens = self.rollbacks = 0
+        self.shared_tokens = self.rollbacks = self.received = 0
 
     @property
     def has_work(self) -> bool:
@@ -152,7 +108,7 @@ class _Run:
     def step(self) -> None:
         """Let one step of the engine pass."""
         self._arrive()
-        grown = self._decode() + self._prefill()
+        grown = self._start() + self._decode() + self._receive() + self._prefill()
         self._finish()
         if not grown and (self.running or self.waiting):
             self._unblock()
@@ -172,7 +128,7 @@ class _Run:
 
     def _decode(self) -> int:
         """Grow every request that is past its prompt by one token; return how many."""
-        while batch := [r for r in self.running if r.goal <= r.length < r.total]:
+        while batch := [r for r in self.running if r.goal <= r.length < r.total and not r.is_arriving]:
             self.slots.evict(batch, self.slots.eviction_interval)
             if self.rng.random() < self.speculating:
                 self._speculate(batch)
@@ -185,6 +141,36 @@ class _Run:
                 raise RunError(f"{batch[0].describe()} finds no slot in a cache that it has for itself")
             self._preempt()
         return 0
+
+    def _receive(self) -> int:
+        """Admit requests whose KV arrives with them, at a decode worker; return the tokens."""
+        tokens = 0
+        while isinstance(self.rows, DecodeReqToTokenPool) and self.waiting and not self.is_paused:
+            request, before = self.waiting[0], self.slots.available()
+            slots = None if request.saved is not None else self.cache.admit(request.name, request.prompt, arriving=True)
+            if slots is None:
+                self._refuse_change(before)
+                self.failed_admissions += request.saved is None
+                break
+            self.running.append(self.waiting.popleft())
+            self.slots.take_arrived(request, slots)
+            self._write(request, slots)
+            request.length, request.is_arriving = request.prompt, True
+            self.states.write(request)
+            tokens += request.prompt
+            self.received += 1
+            self.slots.note_peak()
+        self.tokens_written += tokens
+        return tokens
+
+    def _start(self) -> int:
+        """Let requests decode whose KV has arrived, as many as may run; return how many."""
+        if not isinstance(self.rows, DecodeReqToTokenPool):
+            return 0
+        arriving = [request for request in self.running if request.is_arriving]
+        for request in arriving:
+            request.is_arriving = self.rows.start([request.name]) is None
+        return sum(not request.is_arriving for request in arriving)
 
     def _prefill(self) -> int:
         """Extend prompts, oldest first, by at most a chunk; return the tokens."""
@@ -203,26 +189,41 @@ class _Run:
     def _keep_prompts(self, requests: list[Request]) -> None:
         """Let some of the prompts that are complete begin those of later requests."""
         for request in requests:
-            if request.length == request.prompt and self.rng.random() < self.sharing:
+            # A state is there for the newest token alone, so any step may end where a prefix can.
+            is_complete = bool(self.states) or request.length == request.prompt
+            if request.saved is None and is_complete and self.rng.random() < self.sharing:
                 self.slots.keep(request)
 
     def _choose_pieces(self) -> list[Piece]:
         budget, pieces = self.chunk, []
         for request in self.running:
-            tokens = min(budget, request.goal - request.length)
-            if tokens > 0:
-                pieces.append((request, tokens))
-                budget -= tokens
-        while budget > 0 and self.waiting and not self.is_paused:
+            if budget > 0 and request.length < request.goal:
+                pieces.append((request, self._piece(request, budget)))
+                budget -= pieces[-1][1]
+        while budget > 0 and self._may_admit():
             request = self.waiting[0]
             rows = self.rows.alloc([request.name])
+            if rows is None and self.states and self.slots.drop_prefixes():
+                continue
             if rows is None:
                 self.failed_admissions += 1
                 break
             self._admit(self.waiting.popleft(), rows[0])
-            pieces.append((request, min(budget, request.goal - request.length)))
+            pieces.append((request, self._piece(request, budget)))
             budget -= pieces[-1][1]
         return pieces
+
+    def _may_admit(self) -> bool:
+        """Return whether the next request begins here: at a decode worker all but those that were swapped out arrive."""
+        received = isinstance(self.rows, DecodeReqToTokenPool)
+        return bool(self.waiting) and not self.is_paused and (not received or self.waiting[0].saved is not None)
+
+    def _piece(self, request: Request, budget: int) -> int:
+        """Return the tokens by which a prompt grows; now and then to the end of a page, where a state can be kept."""
+        tokens = min(budget, request.goal - request.length)
+        aligned = self.slots.page_floor(request.length + tokens) - request.length
+        cut = bool(self.states) and request.saved is None and aligned > 0 and self.rng.random() < self.sharing
+        return aligned if cut else tokens
 
     def _admit(self, request: Request, row: int) -> None:
         """Let a request run: from where it was saved, from a prefix of another, or from its first token."""
@@ -231,6 +232,7 @@ class _Run:
         if request.saved is not None:
             request.start = request.length = request.evicted = request.saved.first
             request.lost = request.saved.lost
+            self.states.load(request, request.saved.states)
         elif self.rng.random() < self.sharing:
             self.shared_tokens += self.slots.share(request)
 
@@ -242,13 +244,18 @@ class _Run:
             self._refuse_change(before)
             return False
         self._write_rows(pieces, slots)
-        for request, part in _parts(pieces, slots):
+        self.cache.prepare_states()
+        for place, (request, part) in enumerate(_parts(pieces, slots)):
             self.slots.take(request, part)
             if request.saved is not None:
                 self._load(request, part)
-            else:
-                self._write(request, part)
+                request.length += part.numel()
+                continue
+            if request.length == request.start or place == self.steps % len(pieces):
+                self.states.check(request)
+            self._write(request, part)
             request.length += part.numel()
+            self.states.advance(request)
         self.tokens_written += slots.numel()
         self.slots.note_peak()
         self._end_loading()
@@ -280,7 +287,7 @@ class _Run:
         for request in self.running:
             if request.saved is not None and request.length == request.saved.length:
                 request.saved = None
-                self._check(request, range(request.length))
+                self._check_all(request)
 
     def _speculate(self, batch: list[Request]) -> None:
         """Let requests write some tokens ahead, and take all of them back as if none had been accepted."""
@@ -292,12 +299,24 @@ class _Run:
         if slots is not None:
             self._write_rows(pieces, slots)
             self.rollbacks += 1
-            for request, part in _parts(pieces, slots):
+            salts = [self.values.salt(request.name, self.rollbacks) for request in batch]
+            for (request, part), salt in zip(_parts(pieces, slots), salts, strict=True):
                 self.slots.verify(request, part)
-                self._write(request, part, self.values.salt(request.name, self.rollbacks))
-            allocator.restore_state(state)
-            self.cache.truncate([request.name for request in batch], [request.length for request in batch])
+                self._write(request, part, salt)
+            self.cache.prepare_states()
+            states = self.states.speculate(batch, [tokens for _, tokens in pieces], salts)
+            self._roll_back(batch, state)
+            self.states.roll_back(batch, states)
         self._refuse_change(before, "that was taken back" if slots is not None else "that was refused")
+
+    def _roll_back(self, batch: list[Request], state: object) -> None:
+        """Take back what requests wrote ahead: the allocation as a whole, or the pages beyond their tokens."""
+        names, lengths = [request.name for request in batch], [request.length for request in batch]
+        if self.rng.random() < TRIMMING:
+            self.cache.trim(names, lengths)
+        else:
+            self.slots.allocator.restore_state(state)
+            self.cache.truncate(names, lengths)
 
     def _refuse_change(self, before: dict[str, int], which: str = "that was refused") -> None:
         after = self.slots.available()
@@ -322,9 +341,14 @@ class _Run:
         seen = (request.readable, request.length - new)
         self.values.check(request.name, request.salts(kept), seen, kept, slots)
 
+    def _check_all(self, request: Request) -> None:
+        """Compare all that a request has in the cache."""
+        self._check(request, range(request.length))
+        self.states.check(request)
+
     def _finish(self) -> None:
         for request in [r for r in self.running if r.length == r.total]:
-            self._check(request, range(request.length))
+            self._check_all(request)
             if self.rng.random() < self.sharing:
                 self.slots.release_and_keep(request)
             else:
@@ -349,7 +373,7 @@ class _Run:
         """Swap the youngest request out, after checking it; it comes back when another has finished."""
         request = self.running[-1]
         if request.saved is None:
-            self._check(request, range(request.length))
+            self._check_all(request)
             request.saved = self.slots.save(request)
         self._release(request)
         self.waiting.appendleft(request)
@@ -374,7 +398,7 @@ class _Run:
         self.unfinished = len(self.running) + len(self.waiting)
         for request in tuple(self.running):
             if request.saved is None:
-                self._check(request, range(request.length))
+                self._check_all(request)
             self._release(request)
         self.slots.drop_prefixes()
 
@@ -405,17 +429,33 @@ class _Run:
             problems=tuple(self._problems(planned, allocated)),
             shared_tokens=self.shared_tokens,
             rollbacks=self.rollbacks,
+            state_checks=self.states.checks,
+            forks=self.states.forks,
+            tracked=self.states.tracked,
+            committed=self.states.committed,
+            received=self.received,
         )
 
     def _problems(self, planned: int, allocated: int) -> Iterator[str]:
         try:
-            self.cache.check()
+            self.cache.check(held=self.slots.nothing(), held_states=())
         except SlotError as error:
             yield str(error)
         if self.slots.available() != self.slots.at_first:
             yield f"slots leaked: {self.slots.at_first} were free before and {self.slots.available()} are free now"
         if planned != allocated:
             yield f"{planned} bytes were planned and {allocated} allocated"
+
+
+def _refuse_nothing(cache: KVCache) -> None:
+    """Raise `PlanError` for a cache in which no request could be told from another."""
+    outline = cache.plan.outline
+    if not outline.allocators:
+        raise PlanError("no layer of this model keeps KV token by token, so there is nothing to drive")
+    if not any(group.worker == TARGET for group in outline.groups):
+        raise PlanError(
+            "no layer of this rank keeps KV or states, so there is nothing to drive; run a rank that has some of them"
+        )
 
 
 def _parts(pieces: list[Piece], slots: torch.Tensor) -> Iterator[tuple[Request, torch.Tensor]]:

@@ -9,16 +9,20 @@ from typing import TYPE_CHECKING, ClassVar
 
 import pytest
 
+from kvdock import dtypes
+from kvdock.builder import build
 from kvdock.errors import SlotError
-from kvdock.layout import Buffer
+from kvdock.layout import Buffer, Unit
 from kvdock.testing.suite_base import Suite
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
     import torch
 
-    from kvdock.builder import KVCache
+    from kvdock.cache import KVCache
     from kvdock.planner import CachePlan
-    from kvdock.pools.base import Pool
+    from kvdock.pools.base import BufferInfo, Pool, Region
     from kvdock.queries import PoolQuery
 
 
@@ -28,10 +32,30 @@ class PoolSuite(Suite):
     pool_cls: ClassVar[type[Pool]]
     values_are_in_keys: ClassVar[bool] = False
     """True for pools (MLA) whose value of a slot is a part of its key."""
+    fp8_dtypes: ClassVar[tuple[str, ...]] = ("fp8_e4m3", "fp8_e5m2")
+    """Values of `kv_cache_dtype` that a class with the feature ``fp8`` is tried with."""
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """Run what is about 8-bit floats with each of them."""
+        super().pytest_generate_tests(metafunc)
+        if "fp8_dtype" in metafunc.fixturenames:
+            metafunc.parametrize("fp8_dtype", self.fp8_dtypes)
 
     @pytest.fixture
     def pool(self, cache: KVCache) -> Pool:
         """Give the first pool of the class under test."""
+        return self._pool_of(cache)
+
+    @pytest.fixture
+    def fp8_pool(self, page_size: int, fp8_dtype: str) -> Pool:
+        """Give the same for a cache of 8-bit floats."""
+        if "fp8" not in self.pool_cls.features:
+            pytest.skip(f"{self.pool_cls.__name__} does not list the feature fp8")
+        pytest.importorskip("torch")
+        plan = self.planned(page_size, kv_cache_dtype=fp8_dtype)
+        return self._pool_of(build(plan, device=self.torch_device, debug=False))
+
+    def _pool_of(self, cache: KVCache) -> Pool:
         found = [pool for pool in cache.pools.values() if type(pool) is self.pool_cls]
         assert found, f"no group got {self.pool_cls.__name__}; the plan says why: {cache.plan.explain()}"
         return found[0]
@@ -147,14 +171,58 @@ class PoolSuite(Suite):
         infos = pool.buffer_infos()
         assert infos
         for info in infos:
-            assert any(low <= info.pointer and info.pointer + info.nbytes <= high for low, high in ranges)
+            last = info.pointer + (info.nbytes // info.item_nbytes - 1) * info.stride_nbytes
+            assert any(low <= info.pointer and last + info.item_nbytes <= high for low, high in ranges)
             assert info.nbytes % info.item_nbytes == 0
             assert info.layer_id is None or info.layer_id in pool.layer_ids
-        assert pool.get_contiguous_buf_infos() == (
-            [info.pointer for info in infos],
-            [info.nbytes for info in infos],
-            [info.item_nbytes for info in infos],
-        )
+
+    def test_regions_are_whole_items(self, pool: Pool, page_size: int) -> None:
+        """What a transfer engine is given: as many pointers as lengths and item sizes, and a whole number of pages each."""
+        storages = [t.untyped_storage() for t in pool.storages()]
+        ranges = [(s.data_ptr(), s.data_ptr() + s.nbytes()) for s in storages]
+        pages = pool.parts.sizes[pool.query.space.name] // page_size + 1
+        found = pool.get_contiguous_buf_infos()
+        assert found == _columns(pool.regions())
+        assert len(found[0]) == len(found[1]) == len(found[2]) > 0
+        for pointer, nbytes, item in zip(*found, strict=True):
+            assert nbytes == pages * item
+            assert any(low <= pointer and pointer + nbytes <= high for low, high in ranges)
+
+    def test_regions_are_cut_as_the_pool_says(self, pool: Pool) -> None:
+        """`transfer_kind`: keys of each layer and then values of each, or as described one by one, or pages of all layers."""
+        infos, found = pool.buffer_infos(), pool.get_contiguous_buf_infos()
+        if pool.transfer_kind == "pages":
+            assert len(found[0]) == 1
+            assert {info.stride_nbytes for info in infos} == {found[2][0]}
+            return
+        assert found == _columns(infos)
+        half = len(infos) // 2
+        if pool.transfer_kind == "kv_pairs":
+            assert {info.role for info in infos[:half]} == {"key"}
+            assert {info.role for info in infos[half:]} == {"value"}
+            assert [info.layer_id for info in infos[:half]] == [info.layer_id for info in infos[half:]]
+
+    def test_states_are_described_alike(self, pool: Pool) -> None:
+        """State buffers come as three lists of one length, in whole items; all empty for pools without states."""
+        found = pool.get_state_buf_infos()
+        assert found == _columns(pool.state_infos())
+        assert len(found[0]) == len(found[1]) == len(found[2])
+        assert all(nbytes % item == 0 for _, nbytes, item in zip(*found, strict=True))
+
+    def test_a_transfer_takes_every_buffer_of_a_page(self, pool: Pool, seed: int) -> None:
+        """All that a page owns comes along, whatever reads it: scales and index keys as well as keys and values."""
+        import torch
+
+        if self.torch_device != "cpu":
+            pytest.skip("the host cannot write to the memory of this device")
+        generator = torch.Generator().manual_seed(seed)
+        views = dict(_page_views(pool))
+        for view in views.values():
+            view.copy_(torch.randint(1, 100, view.shape, generator=generator))
+        for pointer, _, item in zip(*pool.get_contiguous_buf_infos(), strict=True):
+            ctypes.memmove(pointer + 2 * item, pointer + item, item)
+        left = [name for name, view in views.items() if not torch.equal(view[1], view[2])]
+        assert not left, f"a page was transferred without {', '.join(left)}"
 
     def test_copying_a_page_by_its_descriptors_copies_all_of_it(self, data: Data, page_size: int) -> None:
         """What a transfer engine does: the bytes of a page, range by range, are the whole page."""
@@ -163,8 +231,8 @@ class PoolSuite(Suite):
         source = [slot for slot in data.slots if slot // page_size == 1]
         data.write(source)
         for info in data.pool.buffer_infos():
-            size = info.item_nbytes
-            ctypes.memmove(info.pointer + 2 * size, info.pointer + size, size)
+            start, step = info.pointer, info.stride_nbytes
+            ctypes.memmove(start + 2 * step, start + step, info.item_nbytes)
         data.expected.update({slot + page_size: data.expected[slot] for slot in source})
         data.check()
 
@@ -175,12 +243,74 @@ class PoolSuite(Suite):
             for view in data.pool.get_kv_buffer(layer):
                 assert not view.to(data.float).any()
 
+    def test_reads_wait_for_their_layer(self, data: Data) -> None:
+        """While layers arrive, each read waits for the layer that owns what it reads, and for no other."""
+        pool, loc = data.pool, data.tensor(data.some_slots())
+        group = pool.query.group
+        assert group is not None
+        for layer in pool.layer_ids:
+            owner = dict(group.shared).get(layer, layer)
+            for read in _reads(pool, layer, loc):
+                transfer = Arrival()
+                pool.register_layer_transfer(transfer)
+                read()
+                waited = tuple(transfer.waited)
+                assert set(waited) == {owner}, f"a read of layer {layer} waited for {waited}, not for {owner}"
+                pool.register_layer_transfer(None)
+                read()
+                assert tuple(transfer.waited) == waited, "a read waits for a transfer that is over"
+
+    def test_reads_wait_before_they_read(self, data: Data) -> None:
+        """`read_kv` returns what a transfer brings while it waits."""
+        import torch
+
+        slots = data.some_slots()
+        loc = data.tensor(slots)
+        for layer in data.layers:
+            k, v = data.random(layer, len(slots))
+            data.pool.register_layer_transfer(Arrival(lambda: data.pool.set_kv_buffer(layer, loc, k, v)))  # noqa: B023
+            found = data.pool.read_kv(layer, loc, dtype=torch.float32)
+            data.pool.register_layer_transfer(None)
+            assert torch.equal(found[0], k.to(torch.float32))
+            assert torch.equal(found[1], v.to(torch.float32))
+
+    def test_scaled_reads_are_near_what_was_written(self, fp8_pool: Pool, seed: int) -> None:
+        """What 8-bit floats give back, times the scale that divided it, is off by half a unit in the last place at most."""
+        import torch
+
+        data = Data(fp8_pool, random.Random(seed), self.values_are_in_keys)
+        slots = data.some_slots()
+        loc = data.tensor(slots)
+        for scales in ((None, None), (0.5, 2.0), (4.0, 0.25)):
+            k_scale, v_scale = scales if not self.values_are_in_keys else (scales[0], scales[0])
+            for layer in data.layers:
+                k, v = data.normal(layer, len(slots))
+                fp8_pool.set_kv_buffer(layer, loc, k, v, k_scale, v_scale)
+                found = fp8_pool.read_kv(layer, loc, k_scale, v_scale, dtype=torch.float32)
+                assert_near(found[0], k, k_scale, fp8_pool.query.kv_dtype)
+                assert_near(found[1], v, v_scale, fp8_pool.query.kv_dtype)
+
     def test_used_memory_is_measured(self, pool: Pool) -> None:
         """`mem_usage` counts each storage once."""
         assert pool.mem_usage == sum(
             {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in pool.storages()}.values()
         )
         assert pool.mem_usage > 0
+
+
+class Arrival:
+    """A transfer that notes which layers are waited for, and brings them the first time."""
+
+    def __init__(self, bring: Callable[[], None] | None = None) -> None:
+        self.waited: list[int] = []
+        self._bring = bring
+
+    def wait_until(self, layer_id: int) -> None:
+        """Note the layer, and bring it."""
+        self.waited.append(layer_id)
+        bring, self._bring = self._bring, None
+        if bring is not None:
+            bring()
 
 
 class Data:
@@ -214,25 +344,44 @@ class Data:
         """Write random small whole numbers, which every format holds exactly, to `slots` of every layer."""
         written: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {slot: [] for slot in slots}
         for layer in self.layers:
-            k, v = self._random(layer, len(slots))
+            k, v = self.random(layer, len(slots))
             self.pool.set_kv_buffer(layer, self.tensor(slots, dtype), k, v)
             for row, slot in enumerate(slots):
                 written[slot].append((k[row].to(self.float), v[row].to(self.float)))
         self.expected.update(written)
 
-    def _random(self, layer: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def random(self, layer: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys and values of small whole numbers for `count` slots of a layer."""
         import torch
 
-        keys, values = self.pool.get_kv_buffer(layer)
+        return self._drawn(layer, lambda shape, of: torch.randint(-8, 9, (count, *shape), generator=of))
+
+    def normal(self, layer: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys and values that are normally distributed, with some that are very small."""
+        import torch
+
+        def numbers(shape: tuple[int, ...], of: torch.Generator) -> torch.Tensor:
+            wide = torch.randn((count, *shape), generator=of) * 8
+            return wide * 2.0 ** -torch.randint(0, 12, wide.shape, generator=of)
+
+        return self._drawn(layer, numbers)
+
+    def _drawn(
+        self, layer: int, draw: Callable[[tuple[int, ...], torch.Generator], torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        import torch
+
+        keys, values = self.row_shapes(layer)
         generator = torch.Generator().manual_seed(self.rng.randrange(2**31))
+        k = draw(keys, generator).to(self.model_dtype).to(self.pool.parts.device)
+        if self.values_are_in_keys:
+            return k, k[..., : values[-1]]
+        return k, draw(values, generator).to(self.model_dtype).to(self.pool.parts.device)
 
-        def numbers(shape: tuple[int, ...]) -> torch.Tensor:
-            drawn = torch.randint(-8, 9, (count, *shape), generator=generator)
-            return drawn.to(self.model_dtype).to(self.pool.parts.device)
-
-        k = numbers(tuple(keys.shape[2:]))
-        v = k[..., : values.shape[-1]] if self.values_are_in_keys else numbers(tuple(values.shape[2:]))
-        return k, v
+    def row_shapes(self, layer: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the shapes of a slot's key and value, as they are read."""
+        keys, values = self.pool.read_kv(layer, self.tensor([]))
+        return tuple(keys.shape[1:]), tuple(values.shape[1:])
 
     def read(self, slots: list[int], layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what the pool holds for `slots` of one layer."""
@@ -264,6 +413,54 @@ class Data:
         for layer, parts in zip(self.layers, before, strict=True):
             for now, then in zip(self.read(list(slots), layer), parts, strict=True):
                 assert torch.equal(now, then[rows]), f"layer {layer} changed"
+
+
+def assert_near(found: torch.Tensor, written: torch.Tensor, scale: float | None, dtype: str) -> None:
+    """Verify that `found` is `written` but for the rounding to a format of floats, after a division by `scale`.
+
+    A pool may choose scales of its own, for which the smallest numbers of the format are worth more.
+    """
+    import torch
+
+    form = torch.finfo(getattr(torch, dtypes.find(dtype).name))
+    exact = written.to(torch.float32)
+    unit = max(1.0 if scale is None else scale, float(exact.abs().max()) / form.max)
+    bound = (exact.abs() + form.smallest_normal * unit) * form.eps / 2
+    # Scales are divided and multiplied in 32 bits.
+    error = (found - exact).abs()
+    assert (error <= bound * (1 + 2**-16)).all(), f"off by {float(error.max())} with scale {scale}"
+
+
+def _columns(items: Sequence[BufferInfo] | Sequence[Region]) -> tuple[list[int], list[int], list[int]]:
+    return [i.pointer for i in items], [i.nbytes for i in items], [i.item_nbytes for i in items]
+
+
+def _page_views(pool: Pool) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield a name and the pages of every tensor that a page of the pool's space owns: neither scratch nor overlays."""
+    tensors = pool.parts.tensors
+    for buffer in tensors.buffers:
+        if buffer.space != pool.query.space.name or buffer.overlay or buffer.role == "scratch":
+            continue
+        pages = tensors.paged if buffer.unit is Unit.SLOT else tensors.rows
+        for layer in buffer.layers or (None,):
+            yield f"{buffer.name} of layer {layer}", pages(buffer.name, layer)
+
+
+def _reads(pool: Pool, layer: int, loc: torch.Tensor) -> list[Callable[[], object]]:
+    """Return the calls that read a layer; the last two for pools that answer them."""
+    reads: list[Callable[[], object]] = [
+        lambda: pool.get_key_buffer(layer),
+        lambda: pool.get_value_buffer(layer),
+        lambda: pool.get_kv_buffer(layer),
+        lambda: pool.read_kv(layer, loc),
+    ]
+    for more in (lambda: pool.get_raw_kv_buffer(layer), lambda: pool.get_mla_kv_buffer(layer, loc)):
+        try:
+            more()
+        except SlotError:
+            continue
+        reads.append(more)
+    return reads
 
 
 def _queries(plan: CachePlan, pool_cls: type[Pool]) -> list[PoolQuery]:

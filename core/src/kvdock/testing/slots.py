@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from kvdock.layout import TARGET
 from kvdock.testing.owners import KEPT, Owners
+from kvdock.testing.states import Copies, Kept, States
 from kvdock.testing.trace import Arrival
 from kvdock.testing.values import RunError
 
@@ -13,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from kvdock.allocators.base import Allocator
-    from kvdock.builder import KVCache
+    from kvdock.cache import KVCache
 
 MAX_PREFIXES = 4
 """Prefixes that are kept for later requests at once."""
@@ -22,8 +24,9 @@ MAX_PREFIXES = 4
 class Prefix:
     """The first tokens of a request, kept for others; sliding slots before `evicted` are gone, and hold nothing before `lost`."""
 
-    def __init__(self, slots: torch.Tensor, request: Request) -> None:
+    def __init__(self, slots: torch.Tensor, request: Request, state: Kept | None) -> None:
         self.slots = slots
+        self.state = state
         self.salt = request.salt
         self.evicted, self.lost = request.evicted, request.readable
         self.borrowers = 0
@@ -35,12 +38,13 @@ class Prefix:
 
 
 class Saved(NamedTuple):
-    """A request on the host: copies of its tokens ``first … length``, by worker."""
+    """A request on the host: copies of its tokens ``first … length``, by worker, and of its state."""
 
     first: int
     length: int
     lost: int
     copies: dict[str, list[torch.Tensor]]
+    states: Copies
 
 
 class Request:
@@ -48,7 +52,8 @@ class Request:
 
     The sliding slots before `evicted` went back, and those before `lost` hold nothing to be read. The first
     `shared` tokens have the values of another request; `prefix` is what they are borrowed from. `saved` is
-    there while the request, or a part of it, is on the host.
+    there while the request, or a part of it, is on the host. `tracks` are the track slots whose state is whole,
+    and the tokens that it has seen.
     """
 
     def __init__(self, name: int, arrival: Arrival, salt: int) -> None:
@@ -64,6 +69,8 @@ class Request:
         """Begin anew, without a row; values of tokens stay what they were."""
         self.row = self.length = self.start = self.evicted = self.lost = 0
         self.prefix: Prefix | None = None
+        self.tracks: dict[int, int] = {}
+        self.is_arriving = False
         if self.saved is None:
             self.shared = 0
 
@@ -100,9 +107,10 @@ Piece = tuple[Request, int]
 class Slots:
     """The allocator of a cache as a scheduler uses it, and what is free in each space."""
 
-    def __init__(self, cache: KVCache, rng: random.Random) -> None:
+    def __init__(self, cache: KVCache, rng: random.Random, states: States) -> None:
         self.cache = cache
         self.rng = rng
+        self.states = states
         self.rows = cache.req_to_token_pool
         self.allocator: Any = cache.token_to_kv_pool_allocator
         self.page_size: int = self.allocator.page_size
@@ -123,7 +131,7 @@ class Slots:
     def available(self) -> dict[str, int]:
         """Return the free slots of each space that is handed out."""
         free = {name: part.available_size() for name, part in self.parts.items()}
-        return free | {"requests": self.rows.available_size()}
+        return free | self.states.available() | {"requests": self.rows.available_size()}
 
     def note_peak(self) -> None:
         """Remember the most slots that were taken at once."""
@@ -154,6 +162,21 @@ class Slots:
         for space, found in self._both(slots).items():
             self.owners.take(space, found, request.name)
 
+    def take_arrived(self, request: Request, slots: torch.Tensor) -> None:
+        """Note the row and the slots of a request that came with its KV: sliding layers hold its newest tokens alone."""
+        request.row = self.rows.row_of(request.name) or 0
+        both = self._both(slots)
+        if self.sliding is not None:
+            gone = int((both[self.sliding] < self.page_size).sum())
+            request.evicted = request.lost = gone
+            both[self.sliding] = both[self.sliding][gone:]
+        for space, found in both.items():
+            self.owners.take(space, found, request.name)
+
+    def nothing(self) -> torch.Tensor:
+        """Return no slot."""
+        return self._tensor([])
+
     def write_row(self, request: Request, start: int, slots: torch.Tensor) -> None:
         """Write slots into the row of a request, from column `start` on."""
         self.rows.write([request.row], [start], [start + slots.shape[0]], slots)
@@ -179,10 +202,10 @@ class Slots:
     def release(self, request: Request, kept: int = 0) -> None:
         """Give back everything that a request still owns but its first `kept` tokens."""
         row = self._row(request)
-        full = row[max(kept, request.borrowed, self._page_floor(request.evicted) if self.is_pure else 0) :]
+        full = row[max(kept, request.borrowed, self.page_floor(request.evicted) if self.is_pure else 0) :]
         given = {self.numbering: full}
         if self.sliding is not None:
-            first = max(kept, request.borrowed, self._page_floor(request.evicted))
+            first = max(kept, request.borrowed, self.page_floor(request.evicted))
             given[self.sliding] = self._to_sliding(row[first:])
         self.cache.release(request.name, kept=kept)
         for space, slots in given.items():
@@ -193,29 +216,36 @@ class Slots:
 
     def release_and_keep(self, request: Request) -> None:
         """Give back a request that ended, and keep some of its first tokens for others, if that is possible."""
-        kept = self._tokens_to_keep(request)
-        prefix = Prefix(self._row(request)[:kept].clone(), request)
-        if kept:
-            self._pass_on(prefix, KEPT)
-            self.prefixes.append(prefix)
-        self.release(request, kept)
+        prefix = self._keep(request, goes_on=False)
+        self.release(request, 0 if prefix is None else prefix.tokens)
 
     def keep(self, request: Request) -> None:
         """Keep some of the first tokens of a request for others while it goes on, if that is possible."""
-        kept = self._tokens_to_keep(request)
-        if kept:
-            prefix = Prefix(self._row(request)[:kept].clone(), request)
-            self._pass_on(prefix, KEPT)
-            self.prefixes.append(prefix)
-            self.cache.hold_prefix(request.name, borrowed=kept)
+        prefix = self._keep(request, goes_on=True)
+        if prefix is not None:
+            self.cache.hold_prefix(request.name, borrowed=prefix.tokens)
             request.prefix, prefix.borrowers = prefix, 1
 
+    def _keep(self, request: Request, goes_on: bool) -> Prefix | None:
+        kept = self._tokens_to_keep(request)
+        state = self.states.donate(request, replace=goes_on) if kept and self.states else None
+        if not kept or (self.states and state is None):
+            return None
+        prefix = Prefix(self._row(request)[:kept].clone(), request, state)
+        self._pass_on(prefix, KEPT)
+        self.prefixes.append(prefix)
+        return prefix
+
     def _tokens_to_keep(self, request: Request) -> int:
-        """Return a whole number of pages whose window is still there; 0 if there are none."""
+        """Return a whole number of pages whose window, and state, is still there; 0 if there are none."""
         if len(self.prefixes) >= MAX_PREFIXES or request.shared or request.prefix is not None:
             return 0
         lost, window = request.readable, self.window or 0
         least = -(-max(1, lost + window if lost else 1) // self.page_size)
+        if self.states:
+            # What begins with these tokens begins with the state after the last of them.
+            tokens = self.states.tokens_to_donate(request)
+            return tokens if tokens % self.page_size == 0 and tokens >= least * self.page_size else 0
         most = request.length // self.page_size
         return self.rng.randint(least, max(least, most // 2)) * self.page_size if least <= most else 0
 
@@ -226,11 +256,13 @@ class Slots:
             return 0
         prefix = self.rng.choice(fitting)
         self.write_row(request, 0, prefix.slots)
+        self.states.fork(request, prefix.state)
         takes_over = prefix.borrowers == 0 and self.rng.random() < 0.5
         self.cache.hold_prefix(request.name, borrowed=0 if takes_over else prefix.tokens, evicted=prefix.evicted)
         if takes_over:
             self.prefixes.remove(prefix)
             self._pass_on(prefix, request.name)
+            self.states.give(prefix.state)
         else:
             prefix.borrowers += 1
             request.prefix = prefix
@@ -243,16 +275,17 @@ class Slots:
         unused = [prefix for prefix in self.prefixes if not prefix.borrowers]
         for prefix in unused:
             self._pass_on(prefix, None)
-            self.allocator.free(prefix.slots[self._page_floor(prefix.evicted) if self.is_pure else 0 :])
+            self.states.give(prefix.state)
+            self.allocator.free(prefix.slots[self.page_floor(prefix.evicted) if self.is_pure else 0 :])
             self.prefixes.remove(prefix)
         return bool(unused)
 
     def save(self, request: Request) -> Saved:
         """Return copies of all that a request has in the cache."""
-        first = self._page_floor(request.readable) if self.is_pure else 0
+        first = self.page_floor(request.readable) if self.is_pure else 0
         slots = self._row(request)[first:]
         copies = {worker: pool.get_cpu_copy(slots) for worker, pool in self._pools().items()}
-        return Saved(first, request.length, request.readable, copies)
+        return Saved(first, request.length, request.readable, copies, self.states.save(request))
 
     def load(self, saved: Saved, start: int, slots: torch.Tensor) -> None:
         """Write what was saved of the tokens from `start` on to `slots`."""
@@ -262,17 +295,18 @@ class Slots:
 
     def first_kept(self, request: Request) -> int:
         """Return the first token whose slot in the request table is still the request's."""
-        return self._page_floor(request.readable) if self.is_pure else 0
+        return self.page_floor(request.readable) if self.is_pure else 0
 
     def _pools(self) -> dict[str, Any]:
-        return {"target": self.cache.token_to_kv_pool, **self.cache.drafts}
+        return {TARGET: self.cache.token_to_kv_pool, **self.cache.drafts}
 
     def _row(self, request: Request) -> torch.Tensor:
         import torch
 
         return self.rows.req_to_token[request.row, : request.length].to(torch.int64)
 
-    def _page_floor(self, tokens: int) -> int:
+    def page_floor(self, tokens: int) -> int:
+        """Return the tokens of whole pages among the first `tokens`."""
         return tokens // self.page_size * self.page_size
 
     def _to_sliding(self, slots: torch.Tensor) -> torch.Tensor:
@@ -286,13 +320,13 @@ class Slots:
 
     def _sliding_of(self, request: Request, end: int) -> torch.Tensor:
         """Return the sliding slots of the pages that end before `end` and were not given back."""
-        first = max(request.borrowed, self._page_floor(request.evicted))
-        return self._to_sliding(self._row(request)[first : max(first, self._page_floor(end))])
+        first = max(request.borrowed, self.page_floor(request.evicted))
+        return self._to_sliding(self._row(request)[first : max(first, self.page_floor(end))])
 
     def _pass_on(self, prefix: Prefix, holder: int | None) -> None:
         """Note whose the slots of a prefix are now; ``None``: nobody's."""
         to = {} if holder is None else {"holder": holder}
-        first = self._page_floor(prefix.evicted)
+        first = self.page_floor(prefix.evicted)
         self.owners.give(self.numbering, prefix.slots[first if self.is_pure else 0 :], **to)
         if self.sliding is not None:
             self.owners.give(self.sliding, self._to_sliding(prefix.slots[first:]), **to)

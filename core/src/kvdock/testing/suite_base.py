@@ -7,8 +7,9 @@ from typing import Any, ClassVar
 
 import pytest
 
-from kvdock.builder import KVCache, build
+from kvdock.builder import build
 from kvdock.builtin import BUILTINS
+from kvdock.cache import KVCache
 from kvdock.device import DeviceInfo
 from kvdock.model import LayerSpec, MHAParams, ModelSpec
 from kvdock.options import Parallelism, make_options
@@ -75,12 +76,16 @@ class Suite:
     @pytest.fixture
     def plan(self, page_size: int) -> CachePlan:
         """Give the plan under test."""
+        return self.planned(page_size)
+
+    def planned(self, page_size: int, **more: Any) -> CachePlan:
+        """Return a plan with pages of `page_size`, and with `more` options than the suite names."""
         registry = Registry()
         for name, plugin in BUILTINS:
             registry.add(plugin, name=name, tier="core")
         for name, plugin in self.plugins:
             registry.add(plugin, name=name, tier="hardware")
-        options = make_options({"page_size": page_size, **self.options})
+        options = make_options({"page_size": page_size, **self.options, **more})
         return plan_from((self.model,), self.device, options, Parallelism(), registry, budget_bytes=self.budget_bytes)
 
     @pytest.fixture

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from kvdock.testing.allocator_suite import AllocatorSuite
 from kvdock.testing.pool_suite import PoolSuite
+from kvdock.testing.sliding_suite import SLIDING_MODEL, SlidingAllocatorSuite
 from kvdock.testing.suite_base import SMALL_MODEL, unsupported
 
-__all__ = ["SMALL_MODEL", "AllocatorSuite", "PoolSuite", "unsupported"]
+__all__ = ["SLIDING_MODEL", "SMALL_MODEL", "AllocatorSuite", "PoolSuite", "SlidingAllocatorSuite", "unsupported"]

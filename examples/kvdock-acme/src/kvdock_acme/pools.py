@@ -27,7 +27,6 @@ class AcmePool(GroupedPool):
     def __init__(self, query: PoolQuery, parts: Parts) -> None:
         super().__init__(query, parts)
         self._pages = {layer_id: parts.tensors.rows("kv", layer_id) for layer_id in self.group.layer_ids}
-        self._read = self._pages | {reader: self._pages[owner] for reader, owner in self.group.shared}
 
     @classmethod
     def fits(cls, query: PoolQuery) -> bool:
@@ -59,11 +58,11 @@ class AcmePool(GroupedPool):
 
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:
         """Return the keys of a layer; pages are apart by the values between them."""
-        return self._of_layer(layer_id)[:, KEYS]
+        return self._pages[self.owner_for_read(layer_id)][:, KEYS]
 
     def get_value_buffer(self, layer_id: int) -> torch.Tensor:
         """Return the values of a layer."""
-        return self._of_layer(layer_id)[:, VALUES]
+        return self._pages[self.owner_for_read(layer_id)][:, VALUES]
 
     def set_kv_buffer(
         self,
@@ -86,9 +85,3 @@ class AcmePool(GroupedPool):
         self.check_write(layer_id, keys, loc, k)
         self.check_write(layer_id, values, loc, v)
         self.parts.kernels.store_kv(keys, values, loc, self.codec.encode(k), self.codec.encode(v))
-
-    def _of_layer(self, layer_id: int) -> torch.Tensor:
-        pages = self._read.get(layer_id)
-        if pages is None:
-            raise self.refuse_layer(layer_id)
-        return pages

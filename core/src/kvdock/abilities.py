@@ -1,0 +1,89 @@
+"""What a cache asks of the parts that it drives beside the interface of all: capabilities, by what is offered."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    import torch
+
+
+@runtime_checkable
+class Evicts(Protocol):
+    """An allocator whose oldest tokens give back the slots of sliding layers."""
+
+    def free_swa_rows(
+        self, table: torch.Tensor, rows: Sequence[int], starts: Sequence[int], ends: Sequence[int]
+    ) -> None:
+        """Give back the sliding pages whose last token is in ``starts[i] … ends[i]``."""
+
+    def free_rows(
+        self,
+        table: torch.Tensor,
+        rows: Sequence[int],
+        starts: Sequence[int],
+        ends: Sequence[int],
+        swa_starts: Sequence[int] | None = None,
+    ) -> None:
+        """Give back both sides; `swa_starts` is where `free_swa_rows` ended."""
+
+
+@runtime_checkable
+class TakesTails(Protocol):
+    """An allocator that gives sliding slots to the newest tokens of a batch alone."""
+
+    def alloc_extend_swa_tail(
+        self,
+        prefix_lens: torch.Tensor,
+        prefix_lens_cpu: Sequence[int],
+        seq_lens: torch.Tensor,
+        seq_lens_cpu: Sequence[int],
+        last_loc: torch.Tensor,
+        extend_num_tokens: int,
+        swa_tail_lens: Sequence[int],
+        owners: Sequence[Any] | None = None,
+    ) -> torch.Tensor | None:
+        """Return slots for the new tokens of each request."""
+
+
+@runtime_checkable
+class HoldsStates(Protocol):
+    """A request pool that hands out state slots beside its rows."""
+
+    def fork_state(self, request: Hashable, cached_slot: int) -> tuple[int, int]:
+        """Let a request begin with the state of another slot."""
+
+    def take_copies(self) -> tuple[list[int], list[int]]:
+        """Return sources and targets of the copies that are due; reads come first."""
+
+    def take_fresh(self) -> list[int]:
+        """Return the slots that are to be cleared before their first use."""
+
+    def still_due(self, sources: Sequence[int], targets: Sequence[int], fresh: Sequence[int]) -> None:
+        """Put back what was taken, because it was not done."""
+
+    def check(self, held_states: Iterable[int] | None = None) -> None:
+        """Verify rows and state slots."""
+
+
+@runtime_checkable
+class KeepsStates(Protocol):
+    """A pool of states, by slot."""
+
+    def clear_slots(self, slots: torch.Tensor) -> None:
+        """Put slots into the state of a request that begins."""
+
+    def copy_slots(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy all that slots own; every source is read before any target is written."""
+
+
+@runtime_checkable
+class Awaits(Protocol):
+    """A request pool of a decode worker: requests arrive before they run."""
+
+    def alloc(self, requests: Sequence[Hashable], arriving: bool = False) -> list[int] | None:
+        """Return a row for each request."""
+
+    def start(self, requests: Sequence[Hashable]) -> list[int] | None:
+        """Let requests run that have arrived."""
