@@ -452,6 +452,11 @@ def _refuse_nothing(cache: KVCache) -> None:
     outline = cache.plan.outline
     if not outline.allocators:
         raise PlanError("no layer of this model keeps KV token by token, so there is nothing to drive")
+    if outline.options.values.hisparse:
+        raise PlanError(
+            "hisparse=true keeps most KV on the host, which this run does not move; build it with kvdock.build, and "
+            "drive it as docs/reference/runtime.md says"
+        )
     if not any(group.worker == TARGET for group in outline.groups):
         raise PlanError(
             "no layer of this rank keeps KV or states, so there is nothing to drive; run a rank that has some of them"

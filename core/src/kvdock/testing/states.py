@@ -134,6 +134,7 @@ class States:
             self.rows.expect_states([request.name])
             for pool, share in zip(self.pools, copies, strict=True):
                 pool.load_cpu_copy(share, self._slot(request))
+            self.rows.states_arrived([request.name])
 
     def tokens_to_donate(self, request: Request) -> int:
         """Return after how many tokens the state was that a request could leave to a prefix cache; 0: none."""
