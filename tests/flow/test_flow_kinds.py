@@ -63,7 +63,9 @@ def cache_of(layers, page_size, debug, **options):
         registry.add(plugin, name=name)
     model = ModelSpec(name="m", architecture="A", layers=layers, context_length=256, dtype="bfloat16")
     given = {"page_size": page_size, "max_total_tokens": 512, "max_running_requests": 6, **options}
-    return build(plan_from((model,), CPU, make_options(given), Parallelism(), registry, budget_bytes=2**26), debug=debug)
+    return build(
+        plan_from((model,), CPU, make_options(given), Parallelism(), registry, budget_bytes=2**26), debug=debug
+    )
 
 
 @pytest.mark.parametrize("debug", [False, True])

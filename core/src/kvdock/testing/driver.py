@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from kvdock.errors import PlanError, SlotError
@@ -39,6 +39,9 @@ MAX_DRAFTS = 4
 """Tokens that a request speculates at most."""
 SAMPLE_TOKENS = 8
 """Tokens of one request that are compared at each extend and decode step, in every layer."""
+
+Part = tuple[Request, "torch.Tensor"]
+"""A request and the slots that it got for its next tokens."""
 
 
 def drive(
@@ -154,7 +157,7 @@ class _Run:
                 break
             self.running.append(self.waiting.popleft())
             self.slots.take_arrived(request, slots)
-            self._write(request, slots)
+            self._write([(request, slots)])
             request.length, request.is_arriving = request.prompt, True
             self.states.write(request)
             tokens += request.prompt
@@ -245,17 +248,18 @@ class _Run:
             return False
         self._write_rows(pieces, slots)
         self.cache.prepare_states()
-        for place, (request, part) in enumerate(_parts(pieces, slots)):
+        parts = list(_parts(pieces, slots))
+        for place, (request, part) in enumerate(parts):
             self.slots.take(request, part)
             if request.saved is not None:
                 self._load(request, part)
-                request.length += part.numel()
-                continue
-            if request.length == request.start or place == self.steps % len(pieces):
+            elif request.length == request.start or place == self.steps % len(pieces):
                 self.states.check(request)
-            self._write(request, part)
+        self._write([pair for pair in parts if pair[0].saved is None])
+        for request, part in parts:
             request.length += part.numel()
-            self.states.advance(request)
+            if request.saved is None:
+                self.states.advance(request)
         self.tokens_written += slots.numel()
         self.slots.note_peak()
         self._end_loading()
@@ -265,13 +269,17 @@ class _Run:
         rows, starts = [r.row for r, _ in pieces], [r.length for r, _ in pieces]
         self.rows.write(rows, starts, [r.length + tokens for r, tokens in pieces], slots)
 
-    def _write(self, request: Request, slots: torch.Tensor, salt: int | None = None) -> None:
-        """Write the values of a request's next tokens; `salt` stands for values that are not its own."""
+    def _write(self, parts: list[Part], salts: Sequence[int] = ()) -> None:
+        """Write the values of each request's next tokens; `salts` stand for values that are not its own."""
         import torch
 
-        positions = torch.arange(request.length, request.length + slots.numel(), device=slots.device)
-        salts = request.salts(positions) if salt is None else torch.full_like(positions, salt)
-        self.values.write(salts, positions, slots.to(torch.int64))
+        if not parts:
+            return
+        positions = [torch.arange(r.length, r.length + p.numel(), device=p.device) for r, p in parts]
+        own = [request.salts(found) for (request, _), found in zip(parts, positions, strict=True)]
+        others = [torch.full_like(found, salt) for found, salt in zip(positions, salts, strict=False)]
+        slots = torch.cat([part for _, part in parts]).to(torch.int64)
+        self.values.write(torch.cat(others or own), torch.cat(positions), slots)
 
     def _load(self, request: Request, slots: torch.Tensor) -> None:
         """Bring a request's next tokens back from the host."""
@@ -300,9 +308,10 @@ class _Run:
             self._write_rows(pieces, slots)
             self.rollbacks += 1
             salts = [self.values.salt(request.name, self.rollbacks) for request in batch]
-            for (request, part), salt in zip(_parts(pieces, slots), salts, strict=True):
+            parts = list(_parts(pieces, slots))
+            for request, part in parts:
                 self.slots.verify(request, part)
-                self._write(request, part, salt)
+            self._write(parts, salts)
             self.cache.prepare_states()
             states = self.states.speculate(batch, [tokens for _, tokens in pieces], salts)
             self._roll_back(batch, state)
@@ -463,7 +472,7 @@ def _refuse_nothing(cache: KVCache) -> None:
         )
 
 
-def _parts(pieces: list[Piece], slots: torch.Tensor) -> Iterator[tuple[Request, torch.Tensor]]:
+def _parts(pieces: list[Piece], slots: torch.Tensor) -> Iterator[Part]:
     """Yield each request and the slots that it got."""
     start = 0
     for request, tokens in pieces:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvdock.demand import draft_tokens
-from kvdock.pools.state import StatePool
+from kvdock.pools.state import CONV, TEMPORAL, StatePool
 from kvdock.requests.hybrid import HybridReqToTokenPool
 from kvdock.testing.values import RunError, Values, WrongValue, column_bytes, hashed_bytes
 
@@ -28,14 +29,31 @@ _HALF = 127
 
 
 class Cell(NamedTuple):
-    """One tensor of a layer's state, by slot, and what is the same in every slot: numbers of layer and column."""
+    """One tensor of a layer's state ``[slots + 1, …, last]``, and what is the same in every slot.
+
+    `base` ``[…, 1]`` and `columns` ``[last]`` are numbers up to `_HALF` that tell layer and place.
+    """
 
     name: str
-    worker: str
-    layer_id: int
     view: torch.Tensor
     base: torch.Tensor
-    is_ring: bool = False
+    columns: torch.Tensor
+    is_ring: bool
+
+    def fill(self, row: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """Return `out`, filled with the state that `row`, the bytes of a request and its tokens, stands for."""
+        import torch
+
+        last = (row[: len(self.columns)] + self.columns) & _HALF
+        return torch.add(self.base, last.to(self.base.dtype), out=out)
+
+
+class Layer(NamedTuple):
+    """The cells of a layer's state: convolutions, the temporal state, replay rings."""
+
+    pool: StatePool
+    layer_id: int
+    cells: tuple[Cell, ...]
 
 
 class Kept(NamedTuple):
@@ -63,8 +81,13 @@ class States:
         self.rng = rng
         self.rows = rows if isinstance(rows, HybridReqToTokenPool) else None
         self.pools = [pool for pool in cache.pools.values() if isinstance(pool, StatePool)]
-        self.cells = [cell for pool in self.pools for cell in self._cells_of(pool)]
-        self._widest = max((cell.view.shape[-1] for cell in self.cells), default=0)
+        self.layers = [
+            Layer(pool, layer_id, tuple(self._cells_of(pool, layer_id)))
+            for pool in self.pools
+            for layer_id in pool.layer_ids
+        ]
+        self._widest = max((len(cell.columns) for layer in self.layers for cell in layer.cells), default=0)
+        self._scratch: dict[tuple[object, ...], torch.Tensor] = {}
         self.has_snapshots = any(pool.snapshot_buffers(pool.query) for pool in self.pools)
         self.checks = self.forks = self.tracked = self.committed = 0
 
@@ -84,16 +107,27 @@ class States:
         """
         if self.rows is None:
             return
-        slot = self.rows.state_of(request.name)
-        row = self._row(request, request.length)
-        for cell in self.cells:
-            expected = cell.base + row[: cell.view.shape[-1]].to(cell.base.dtype) if request.length else 0 * cell.base
-            if not bool((cell.view[slot] == expected).all()):
-                raise self._wrong(request, cell.layer_id, cell.worker, f"{cell.name} state", slot)
-        self._check_cursors(request, slot)
-        self.checks += len(self.cells)
+        import torch
 
-    def _wrong(self, request: Request, layer_id: int, worker: str, name: str, slot: int) -> WrongValue:
+        slot, row = self.rows.state_of(request.name), self._row(request, request.length)
+        for layer in self.layers:
+            for cell in layer.cells:
+                expected = self._scratch_of(cell)
+                cell.fill(row, expected) if request.length else expected.zero_()
+                if not torch.equal(cell.view[slot], expected):
+                    raise self._wrong(request, layer, f"{cell.name} state", slot)
+            self._check_cursor(request, layer, slot)
+            self.checks += len(layer.cells)
+
+    def _scratch_of(self, cell: Cell) -> torch.Tensor:
+        """Return a tensor shaped as one slot, the same one for all cells of that shape."""
+        key = (cell.view.shape[1:], cell.view.dtype)
+        if key not in self._scratch:
+            self._scratch[key] = cell.view[0].clone()
+        return self._scratch[key]
+
+    def _wrong(self, request: Request, layer: Layer, name: str, slot: int) -> WrongValue:
+        layer_id, worker = layer.layer_id, layer.pool.query.worker
         position = max(0, request.length - 1)
         what = "is not the one that was written" if request.length else "is not zero before its first token"
         return WrongValue(
@@ -103,10 +137,11 @@ class States:
             layer_id=layer_id,
         )
 
-    def _check_cursors(self, request: Request, slot: int) -> None:
-        for pool in self.pools:
-            if pool.cursor is not None and int(pool.cursor[slot]) != _cursor(pool, request.length):
-                raise self._wrong(request, pool.layer_ids[0], pool.query.worker, "replay cursor", slot)
+    def _check_cursor(self, request: Request, layer: Layer, slot: int) -> None:
+        """Compare the cursor of the replay rings, which all layers of a pool share."""
+        cursor = layer.pool.cursor
+        if cursor is not None and int(cursor[slot]) != _cursor(layer.pool, request.length):
+            raise self._wrong(request, layer, "replay cursor", slot)
 
     def write(self, request: Request, salt: int | None = None, more: int = 0) -> None:
         """Write the state of a request after the tokens that it has; `salt` stands for tokens that are not its own."""
@@ -197,18 +232,15 @@ class States:
         self.committed += 1
 
     def _write_snapshot(self, request: Request, step: int, tokens: int, salt: int | None) -> None:
-        row = self._row(request, tokens, salt)
-        for pool in self.pools:
-            for layer_id in pool.layer_ids:
-                numbers = [
-                    (cell.base + row[: cell.view.shape[-1]].to(cell.base.dtype)).unsqueeze(0)
-                    for cell in self.cells
-                    if (cell.layer_id, cell.worker) == (layer_id, pool.query.worker) and not cell.is_ring
-                ]
-                has_temporal = pool.get_state(layer_id).temporal is not None
-                windows = numbers[:-1] if has_temporal else numbers
-                temporal = numbers[-1] if has_temporal else None
-                pool.write_snapshot(layer_id, self._numbers(request.row), step, windows, temporal)
+        import torch
+
+        row, rows = self._row(request, tokens, salt), self._numbers(request.row)
+        for layer in self.layers:
+            cells = [cell for cell in layer.cells if not cell.is_ring]
+            numbers = [(cell.name, cell.fill(row, torch.empty_like(cell.view[:1]))) for cell in cells]
+            windows = [found for name, found in numbers if name != TEMPORAL]
+            temporal = next((found for name, found in numbers if name == TEMPORAL), None)
+            layer.pool.write_snapshot(layer.layer_id, rows, step, windows, temporal)
 
     def _track(self, request: Request) -> None:
         """Write the state to the track slot in turn; where tracking is lazy, take a second one for the next time."""
@@ -238,23 +270,18 @@ class States:
         active = int(self.rows.tracks_of([request.name])[0])
         return next((slot for slot in self._tracks(request) if slot != active), active)
 
-    def _cells_of(self, pool: StatePool) -> Iterator[Cell]:
-        worker = pool.query.worker
-        for layer_id in pool.layer_ids:
-            conv, temporal = pool.get_state(layer_id)
-            views = [("conv", view, False) for view in conv]
-            views += [] if temporal is None else [("temporal", temporal, False)]
-            if pool.cursor is not None:
-                ring = pool.replay_ring(layer_id)
-                views += [(f"replay {name}", getattr(ring, name), True) for name in ("delta", "key", "decay")]
-            for place, (name, view, is_ring) in enumerate(views):
-                yield Cell(name, worker, layer_id, view, self._base(worker, layer_id, f"{name}{place}", view), is_ring)
-
-    def _base(self, worker: str, layer_id: int, name: str, view: torch.Tensor) -> torch.Tensor:
-        """Return numbers up to `_HALF` that tell layer and column, shaped as one slot."""
-        width = view[0].numel()
-        drawn = column_bytes(self.values, worker, layer_id, name, width, view.device)
-        return (drawn & _HALF).view(view.shape[1:]).to(view.dtype)
+    def _cells_of(self, pool: StatePool, layer_id: int) -> Iterator[Cell]:
+        conv, temporal = pool.get_state(layer_id)
+        views = [(CONV, view, False) for view in conv] + ([] if temporal is None else [(TEMPORAL, temporal, False)])
+        if pool.cursor is not None:
+            ring = pool.replay_ring(layer_id)
+            views += [(f"replay {name}", getattr(ring, name), True) for name in ("delta", "key", "decay")]
+        for place, (name, view, is_ring) in enumerate(views):
+            *outer, last = view.shape[1:]
+            key = self.values, pool.query.worker, layer_id
+            base = column_bytes(*key, f"{name} {place}", math.prod(outer), view.device) & _HALF
+            columns = column_bytes(*key, f"{place} {name}", last, view.device)
+            yield Cell(name, view, base.view(*outer, 1).to(view.dtype), columns, is_ring)
 
     @property
     def _page_size(self) -> int:
@@ -287,12 +314,11 @@ class States:
     def _write_slot(
         self, slot: int, request: Request, tokens: int, salt: int | None = None, only_rings: bool = False
     ) -> None:
-        import torch
-
         row = self._row(request, tokens, salt)
-        for cell in self.cells:
-            if cell.is_ring or not only_rings:
-                torch.add(cell.base, row[: cell.view.shape[-1]].to(cell.base.dtype), out=cell.view[slot])
+        for layer in self.layers:
+            for cell in layer.cells:
+                if cell.is_ring or not only_rings:
+                    cell.fill(row, cell.view[slot])
         for pool in self.pools:
             if pool.cursor is not None:
                 pool.cursor[slot] = _cursor(pool, tokens)
