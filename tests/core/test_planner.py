@@ -148,7 +148,7 @@ def test_request_tables_lower_the_automatic_limit():
 def test_request_tables_of_a_fixed_limit_are_refused_with_the_number():
     # S-17
     with pytest.raises(
-        BudgetError, match=r"45,88\d,\d{3},\d{3} of them request tables.*max_running_requests=(\d+) fits"
+        BudgetError, match=r"45,88\d,\d{3},\d{3} of them what each request keeps.*max_running_requests=(\d+) fits"
     ) as caught:
         plan([mha()], budget=40 * GIB, context=2_800_000, options={"max_running_requests": 4096})
     fits = int(str(caught.value).split("max_running_requests=")[2].split(" ")[0])

@@ -98,11 +98,16 @@ def refuse_budget(error: BudgetError, budget: Budget, device: DeviceInfo, option
             f"{show_bytes(max(0, budget.free_bytes))} are free"
         )
     return BudgetError(
-        f"{error}; {advice}, or plan for less: a shorter context_length, fewer max_running_requests, "
+        f"{error}; {advice}, or plan for less: {_less(options)}a shorter context_length, fewer max_running_requests, "
         "a narrower kv_cache_dtype",
         needed_bytes=error.needed_bytes,
         budget_bytes=error.budget_bytes,
     )
+
+
+def _less(options: CacheOptions) -> str:
+    """Return the options given outright that take memory of their own, as the first advice."""
+    return "" if options.max_state_slots is None else f"fewer than max_state_slots={options.max_state_slots}, "
 
 
 def _fraction_advice(needed: int, budget: Budget, device: DeviceInfo, fraction: float | None) -> str:

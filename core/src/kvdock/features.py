@@ -50,3 +50,15 @@ def features_asked(query: Query, part: Part) -> frozenset[str]:
     if part == "request_pool" and options.speculative_algorithm is not None:
         asked.add("speculation")
     return frozenset(asked)
+
+
+def asked_by(query: Query) -> tuple[str, ...]:
+    """Return the options and parallel sizes that ask for features, as ``name=value``."""
+    options, parallel = query.options, query.parallel
+    found = [f"{option}=true" for option in (*_SWITCHES, "replay_rings") if getattr(options, option)]
+    if dtypes.find(query.kv_dtype).feature is not None:
+        found.append(f"kv_cache_dtype={options.kv_cache_dtype}")
+    if options.role not in (None, "none"):
+        found.append(f"role={options.role}")
+    found += [f"{name}={size}" for name in ("cp_size", "dcp_size") if (size := getattr(parallel, name)) > 1]
+    return tuple(found)

@@ -391,7 +391,7 @@ class _Charge:
         fits = self.served(requests, max(MIN_TOKENS, self.problem.page_size))
         raise BudgetError(
             f"max_running_requests={requests} needs {needed:,} bytes with one page per request "
-            f"({tables:,} of them request tables), but the budget is {self.budget_bytes:,} bytes; "
+            f"({tables:,} of them what each request keeps: tables, draft snapshots), but the budget is {self.budget_bytes:,} bytes; "
             + (f"max_running_requests={fits} fits" if fits else "not one request fits"),
             needed_bytes=needed,
             budget_bytes=self.budget_bytes,

@@ -8,6 +8,7 @@ from typing import Any
 
 from kvdock.allocators.base import Allocator
 from kvdock.errors import PluginError, UnsupportedCombination
+from kvdock.features import asked_by
 from kvdock.model import CORE_KINDS
 from kvdock.planned import Planned
 from kvdock.plugins.answers import (
@@ -174,6 +175,9 @@ def _unsupported(registry: Registry, decision: Decision, query: Query) -> Unsupp
     origins = {member.name: member.origin for member in registry.members}
     lines = [f"  {plugin}   {origins[plugin]}   {reason}" for plugin, reason in reasons] or ["  nobody was asked"]
     help_lines = _help(registry, query) or ["Install a plugin that answers it, or choose another device or options."]
+    asking = asked_by(query) if any(answer.outcome == "unfit" for answer in decision.answers) else ()
+    if asking:
+        help_lines.insert(0, f"Asked for by {', '.join(asking)}: leave out one that the classes above lack.")
     text = "\n".join([f"no plugin offers {decision.subject}, hook {decision.hook}:", *lines, *help_lines])
     return UnsupportedCombination(text, reasons)
 

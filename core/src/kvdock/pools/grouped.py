@@ -271,7 +271,7 @@ def check_kv_dtype(query: PoolQuery) -> str:
     if not dtype.is_float or (dtype.bits < 16 and dtype.feature != "fp8"):
         raise PlanError(
             f"kv_cache_dtype={query.kv_dtype!r} cannot hold keys and values in this pool; "
-            "give auto, bfloat16, float16, float32, fp8_e4m3 or fp8_e5m2"
+            "give auto, bfloat16, float16, float32, fp8_e4m3, fp8_e5m2, mxfp8, fp4 or nvfp4"
         )
     return dtype.name
 
