@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from kvdock.errors import PluginError, SlotError
 from kvdock.layout import Buffer
 from kvdock.planned import Parts
 from kvdock.pools.base import BufferInfo, LayerTransfer, Pool, Region
 from kvdock.pools.grouped import KnowsLive
-from kvdock.pools.state import StatePool
+from kvdock.pools.state import State, StatePool
 from kvdock.pools.storage import unique_storages
 from kvdock.queries import PoolQuery
 
@@ -79,6 +79,30 @@ class RoutedPool(Pool):
             found = f"{len(self.state_pools)} shapes; take each of state_pools" if self.state_pools else "no layer here"
             raise SlotError(f"{self.query.worker} keeps states of {found}")
         return self.state_pools[0]
+
+    def states_of_layer(self, layer_id: int) -> StatePool:
+        """Return the pool that keeps the state of a layer.
+
+        Raises:
+            SlotError: the layer keeps none.
+        """
+        for pool in self.state_pools:
+            if layer_id in pool.layer_ids:
+                return pool
+        held = sorted(layer for pool in self.state_pools for layer in pool.layer_ids)
+        raise SlotError(f"layer {layer_id} keeps no state; the layers {held} do")
+
+    def get_state(self, layer_id: int) -> State:
+        """Return the states of a layer, by slot."""
+        return self.states_of_layer(layer_id).get_state(layer_id)
+
+    def conv_states(self, layer_id: int, place: int = 0) -> torch.Tensor:
+        """Return the inputs that one of a layer's convolutions still needs, by slot."""
+        return self.states_of_layer(layer_id).conv_states(layer_id, place)
+
+    def temporal_states(self, layer_id: int) -> torch.Tensor:
+        """Return the temporal state of a layer, by slot."""
+        return self.states_of_layer(layer_id).temporal_states(layer_id)
 
     def slots_for(self, name: str, loc: torch.Tensor) -> torch.Tensor:
         """Return the slots of a part for the slots that the engine knows; here both are the same."""
@@ -164,6 +188,29 @@ class RoutedPool(Pool):
         """Return copies of the latents and rope parts of the engine's slots `loc`."""
         name = self.part_of(layer_id)
         return self.parts.pools[name].get_mla_kv_buffer(layer_id, self.slots_for(name, loc), dst_dtype)
+
+    def set_index_k(self, layer_id: int, loc: torch.Tensor, index_k: torch.Tensor) -> None:
+        """Write the index keys of the engine's slots `loc`, for layers whose pool keeps them beside latents."""
+        name = self.part_of(layer_id)
+        self._with_index(name, layer_id).set_index_k(layer_id, self.checked_slots_for(name, loc, layer_id), index_k)
+
+    def read_index_k(self, layer_id: int, loc: torch.Tensor) -> torch.Tensor:
+        """Return dequantised copies of the index keys of the engine's slots `loc`."""
+        name = self.part_of(layer_id)
+        found: torch.Tensor = self._with_index(name, layer_id).read_index_k(layer_id, self.slots_for(name, loc))
+        return found
+
+    def get_index_k_with_scale_buffer(self, layer_id: int) -> torch.Tensor:
+        """Return the pages of index keys and scales of a layer, in the numbering of its group."""
+        name = self.part_of(layer_id)
+        pages: torch.Tensor = self._with_index(name, layer_id).get_index_k_with_scale_buffer(layer_id)
+        return pages
+
+    def _with_index(self, name: str, layer_id: int) -> Any:
+        pool = self.parts.pools[name]
+        if not hasattr(pool, "set_index_k"):
+            raise SlotError(f"layer {layer_id} keeps no index keys: its pool is a {type(pool).__name__}")
+        return pool
 
     def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
         """Copy all that slots own, in every part."""
