@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvdock.cache import KVCache
     from kvdock.testing.slots import Request
 
-TRACKING = 0.25
+TRACKING = 0.5
 """How often a step that ends with a page writes the state to a track slot, where requests have some."""
 COMMITTING = 0.25
 """How often a state comes from a draft's snapshot, where there are snapshots."""
@@ -237,7 +237,7 @@ class States:
         row, rows = self._row(request, tokens, salt), self._numbers(request.row)
         for layer in self.layers:
             cells = [cell for cell in layer.cells if not cell.is_ring]
-            numbers = [(cell.name, cell.fill(row, torch.empty_like(cell.view[:1]))) for cell in cells]
+            numbers = [(cell.name, cell.fill(row, torch.empty_like(cell.view[0])).unsqueeze(0)) for cell in cells]
             windows = [found for name, found in numbers if name != TEMPORAL]
             temporal = next((found for name, found in numbers if name == TEMPORAL), None)
             layer.pool.write_snapshot(layer.layer_id, rows, step, windows, temporal)
