@@ -24,10 +24,9 @@ def requests_per_worker(query: Query) -> int | None:
     Raises:
         PlanError: the division leaves none; names both numbers.
     """
-    asked, parallel = query.options.max_running_requests, query.parallel
+    asked, workers = query.options.max_running_requests, query.parallel.attn_dp_size
     if asked is None:
         return None
-    workers = parallel.dp_size if parallel.dp_attention else 1
     if asked < workers:
         raise PlanError(
             f"max_running_requests={asked} over dp_size={workers} leaves no request for a worker; "

@@ -31,34 +31,31 @@ FEATURE_OPTIONS = frozenset({*_SWITCHES, "kv_cache_dtype", "role", "speculative_
 """Options that are honoured by choosing a class with the feature."""
 
 
-def features_asked(query: Query, part: Part) -> frozenset[str]:
-    """Return what a class for `part` must honour under the query's options and parallel sizes."""
+def asking(query: Query, part: Part) -> dict[str, str]:
+    """Return each feature that a class for `part` must honour, with the option or parallel size that asks, ``name=value``."""
     options, parallel = query.options, query.parallel
-    asked = {feature for option, (feature, parts) in _SWITCHES.items() if part in parts and getattr(options, option)}
+    asked = {
+        feature: f"{option}=true"
+        for option, (feature, parts) in _SWITCHES.items()
+        if part in parts and getattr(options, option)
+    }
     if isinstance(query, PoolQuery):
         dtype_feature = dtypes.find(query.kv_dtype).feature
         if dtype_feature is not None and query.kind not in NO_KV_DTYPE:
-            asked.add(dtype_feature)
+            asked[dtype_feature] = f"kv_cache_dtype={options.kv_cache_dtype}"
         if query.kind == "state" and options.replay_rings:
-            asked.add("replay_rings")
+            asked["replay_rings"] = "replay_rings=true"
         if parallel.cp_size > 1:
-            asked.add("context_parallel")
+            asked["context_parallel"] = f"cp_size={parallel.cp_size}"
     if part in ("allocator", "pool") and parallel.dcp_size > 1:
-        asked.add("dcp")
+        asked["dcp"] = f"dcp_size={parallel.dcp_size}"
     if part != "pool" and options.role not in (None, "none"):
-        asked.add("disaggregation")
+        asked["disaggregation"] = f"role={options.role}"
     if part == "request_pool" and options.speculative_algorithm is not None:
-        asked.add("speculation")
-    return frozenset(asked)
+        asked["speculation"] = f"speculative_algorithm={options.speculative_algorithm}"
+    return asked
 
 
-def asked_by(query: Query) -> tuple[str, ...]:
-    """Return the options and parallel sizes that ask for features, as ``name=value``."""
-    options, parallel = query.options, query.parallel
-    found = [f"{option}=true" for option in (*_SWITCHES, "replay_rings") if getattr(options, option)]
-    if dtypes.find(query.kv_dtype).feature is not None:
-        found.append(f"kv_cache_dtype={options.kv_cache_dtype}")
-    if options.role not in (None, "none"):
-        found.append(f"role={options.role}")
-    found += [f"{name}={size}" for name in ("cp_size", "dcp_size") if (size := getattr(parallel, name)) > 1]
-    return tuple(found)
+def features_asked(query: Query, part: Part) -> frozenset[str]:
+    """Return what a class for `part` must honour under the query's options and parallel sizes."""
+    return frozenset(asking(query, part))

@@ -269,7 +269,7 @@ class Parallelism(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         for rank, size in (("pp_rank", self.pp_size), ("cp_rank", self.cp_size)):
             if not 0 <= getattr(self, rank) < size:
                 raise PlanError(f"{rank}={getattr(self, rank)} is no rank of {size}; give 0 … {size - 1}")
-        shards = self.cp_size * (self.dp_size if self.dp_attention else 1)
+        shards = self.cp_size * self.attn_dp_size
         if self.tp_size % shards:
             raise PlanError(
                 f"tp_size={self.tp_size} does not divide by dp_size · cp_size = {shards}; give a multiple of {shards}"
@@ -280,9 +280,14 @@ class Parallelism(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise PlanError(f"pp_layers={self.pp_layers} has a stage with a negative number of layers")
 
     @property
+    def attn_dp_size(self) -> int:
+        """Workers that share the requests out between them: `dp_size` under DP attention, else one."""
+        return self.dp_size if self.dp_attention else 1
+
+    @property
     def attn_tp_size(self) -> int:
         """Ranks that share the attention heads: ``tp / (dp if dp_attention) / cp``."""
-        return self.tp_size // (self.dp_size if self.dp_attention else 1) // self.cp_size
+        return self.tp_size // self.attn_dp_size // self.cp_size
 
     def kv_heads_per_rank(self, num_kv_heads: int) -> int:
         """Return the KV heads of one rank; 1 when each head is replicated over several ranks.

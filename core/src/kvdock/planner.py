@@ -322,13 +322,14 @@ def _solve(problem: Problem, budget_bytes: int, outline: Outline, warnings: list
         return Solver(problem, budget_bytes).solve()
     Solver(problem, budget_bytes, {REQUESTS: 1}).check_cap()
     charge = _Charge(problem, budget_bytes)
-    fixed = charge.within_cap(charge.within_states(asked, warnings))
+    with_states = charge.within_states(asked, warnings)
+    fixed = charge.within_cap(with_states)
     charge.refuse_tables(fixed)
     solution = Solver(problem, budget_bytes, {REQUESTS: fixed}).solve()
     if solution.tokens < MIN_TOKENS * fixed:
         fixed = max(1, charge.served(fixed))
         solution = Solver(problem, budget_bytes, {REQUESTS: fixed}).solve()
-    if fixed < charge.within_states(asked, []):
+    if fixed < with_states:
         raised_by = "a larger budget or a narrower kv_cache_dtype"
         warnings.append(
             f"max_running_requests: {asked} asked for, {fixed} fit, since each needs {MIN_TOKENS} of the "

@@ -57,8 +57,7 @@ def state_space(query: StateQuery) -> Space:
 
 
 def _slots_per_worker(query: Query, each: int) -> int:
-    asked, parallel = query.options.max_state_slots or 0, query.parallel
-    workers = parallel.dp_size if parallel.dp_attention else 1
+    asked, workers = query.options.max_state_slots or 0, query.parallel.attn_dp_size
     if asked // workers < each:
         raise PlanError(
             f"max_state_slots={asked} leaves {asked // workers} for a worker, but a request may hold {each}; "

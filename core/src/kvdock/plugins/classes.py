@@ -8,7 +8,7 @@ from typing import Any
 
 from kvdock.allocators.base import Allocator
 from kvdock.errors import PluginError, UnsupportedCombination
-from kvdock.features import asked_by
+from kvdock.features import Part, asking
 from kvdock.model import CORE_KINDS
 from kvdock.planned import Planned
 from kvdock.plugins.answers import (
@@ -47,7 +47,7 @@ def pool_cls(
         subject = f"the pool for group {query.group.name!r} (kind {query.kind}, device {device})"
     found, decision = _choose(registry, "get_pool_cls", subject, Pool, query, asked, prefer)
     if found is None and query.group is not None:
-        raise _unsupported(registry, decision, query)
+        raise _unsupported(registry, decision, query, "pool")
     return found, decision
 
 
@@ -59,7 +59,7 @@ def allocator_cls(
     subject = f"the allocator for {names!r} (device {query.device.device_type})"
     found, decision = _choose(registry, "get_allocator_cls", subject, Allocator, query, asked, prefer)
     if found is None:
-        raise _unsupported(registry, decision, query)
+        raise _unsupported(registry, decision, query, "allocator")
     return found, decision
 
 
@@ -70,7 +70,7 @@ def request_pool_cls(
     subject = f"the request pool (device {query.device.device_type})"
     found, decision = _choose(registry, "get_request_pool_cls", subject, RequestPool, query, asked, prefer)
     if found is None:
-        raise _unsupported(registry, decision, query)
+        raise _unsupported(registry, decision, query, "request_pool")
     return found, decision
 
 
@@ -169,15 +169,15 @@ def _is_names(value: Any) -> bool:
     return isinstance(value, frozenset) and all(isinstance(name, str) for name in value)
 
 
-def _unsupported(registry: Registry, decision: Decision, query: Query) -> UnsupportedCombination:
+def _unsupported(registry: Registry, decision: Decision, query: Query, part: Part) -> UnsupportedCombination:
     """Return the error for what nobody serves: each plugin with its reason, then what would help."""
     reasons = [(answer.plugin, _reason(answer)) for answer in decision.answers]
     origins = {member.name: member.origin for member in registry.members}
     lines = [f"  {plugin}   {origins[plugin]}   {reason}" for plugin, reason in reasons] or ["  nobody was asked"]
     help_lines = _help(registry, query) or ["Install a plugin that answers it, or choose another device or options."]
-    asking = asked_by(query) if any(answer.outcome == "unfit" for answer in decision.answers) else ()
-    if asking:
-        help_lines.insert(0, f"Asked for by {', '.join(asking)}: leave out one that the classes above lack.")
+    asked = asking(query, part) if any(answer.outcome == "unfit" for answer in decision.answers) else {}
+    if asked:
+        help_lines.insert(0, f"Asked for by {', '.join(asked.values())}: leave out one that the classes above lack.")
     text = "\n".join([f"no plugin offers {decision.subject}, hook {decision.hook}:", *lines, *help_lines])
     return UnsupportedCombination(text, reasons)
 

@@ -229,19 +229,11 @@ class DSAPool(MLAPool):
         """Return views of all that a slot owns: its rows, then its key and its scales inside the pages of each layer."""
         return super().slot_views() + [part for pair in self._parts_of.values() for part in pair]
 
-    def _owner(self, layer_id: int) -> int:
-        """Return the layer whose buffers a layer reads, after waiting for a transfer that brings it."""
-        owner = self._owner_of.get(layer_id)
-        if owner is None:
-            raise self.refuse_layer(layer_id)
-        self.wait_for_layer(owner)
-        return owner
-
     def _rows_for_reading(self, layer_id: int) -> torch.Tensor:
-        return self._kv[self._owner(layer_id)]
+        return self._kv[self.owner_for_read(layer_id)]
 
     def _pages_for_reading(self, layer_id: int) -> torch.Tensor:
-        return self._pages[self._owner(layer_id)]
+        return self._pages[self.owner_for_read(layer_id)]
 
     def _store_index(self, layer_id: int, loc: torch.Tensor, keys: torch.Tensor, scales: torch.Tensor) -> None:
         self._check_loc(layer_id, loc)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
 
 from kvdock import dtypes
 from kvdock.allocators.debug import named_holders
 from kvdock.errors import PlanError, PluginError, SlotError
 from kvdock.layout import Buffer, LayerGroup, Unit
+from kvdock.model import LayerParams
 from kvdock.planned import Parts
 from kvdock.pools.base import BufferInfo, Pool, Region
 from kvdock.pools.formats import Codec
@@ -259,6 +260,34 @@ def group_of(query: PoolQuery) -> LayerGroup:
     if query.group is None:
         raise PluginError("a pool of one group was asked for no group; claim a RoutedPool where query.group is None")
     return query.group
+
+
+Shape = TypeVar("Shape", bound=Hashable)
+
+
+def common_shape(query: PoolQuery, shape: Callable[[LayerParams], Shape | None], *, lacks: str, differ: str) -> Shape:
+    """Return the `shape` that all layers of the group have.
+
+    `lacks` ends the sentence on a layer without one (`shape` answers ``None``), `differ` says what is wrong with
+    two layers; ``{0}`` and ``{1}`` in it stand for their shapes.
+
+    Raises:
+        PlanError: a layer has none, or two differ; names them.
+    """
+    group = group_of(query)
+    found: dict[Shape, int] = {}
+    for layer_id, layer in group.layers:
+        own = shape(layer.params)
+        if own is None:
+            raise PlanError(f"layer {layer_id} of group {group.name!r} is of kind {layer.kind!r}, {lacks}")
+        found.setdefault(own, layer_id)
+    if len(found) > 1:
+        (first, first_id), (second, second_id) = list(found.items())[:2]
+        raise PlanError(
+            f"layers {first_id} and {second_id} of group {group.name!r} {differ.format(first, second)}; "
+            "a group holds layers of one shape"
+        )
+    return next(iter(found))
 
 
 def check_kv_dtype(query: PoolQuery) -> str:

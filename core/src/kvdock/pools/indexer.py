@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-import msgspec
-
-from kvdock.errors import PlanError, SlotError
+from kvdock.errors import SlotError
 from kvdock.layout import Buffer
 from kvdock.model import IndexParams
-from kvdock.options import CacheOptions
 from kvdock.planned import Parts
-from kvdock.pools.grouped import GroupedPool, group_of
+from kvdock.pools.grouped import GroupedPool, common_shape, group_of
 from kvdock.queries import PoolQuery
 
 if TYPE_CHECKING:
@@ -28,7 +25,7 @@ class IndexerPool(GroupedPool):
     features: ClassVar[frozenset[str]] = frozenset({"page_major", "context_parallel"})
 
     def __init__(self, query: PoolQuery, parts: Parts) -> None:
-        super().__init__(msgspec.structs.replace(query, options=_in_model_dtype(query)), parts)
+        super().__init__(query, parts)
         self.has_values = _params(query).index_value
         self._k = self.stored("index_k")
         self._v = self.stored("index_v") if self.has_values else {}
@@ -101,15 +98,7 @@ class IndexerPool(GroupedPool):
         self.parts.kernels.store_kv(keys, values, loc, k.to(keys.dtype), v.to(values.dtype))
 
     def _read(self, views: dict[int, torch.Tensor], layer_id: int) -> torch.Tensor:
-        owner = self._owner_of.get(layer_id)
-        if owner is None:
-            raise self.refuse_layer(layer_id)
-        self.wait_for_layer(owner)
-        return views[owner]
-
-
-def _in_model_dtype(query: PoolQuery) -> CacheOptions:
-    return msgspec.structs.replace(query.options, kv_cache_dtype=query.model_dtype)
+        return views[self.owner_for_read(layer_id)]
 
 
 def _params(query: PoolQuery) -> IndexParams:
@@ -118,16 +107,9 @@ def _params(query: PoolQuery) -> IndexParams:
     Raises:
         PlanError: two differ, or a layer has none; names them.
     """
-    group = group_of(query)
-    found: dict[IndexParams, int] = {}
-    for layer_id, layer in group.layers:
-        if not isinstance(layer.params, IndexParams):
-            raise PlanError(f"layer {layer_id} of group {group.name!r} is of kind {layer.kind!r}, which has no indexer")
-        found.setdefault(layer.params, layer_id)
-    if len(found) > 1:
-        first, second = list(found.values())[:2]
-        raise PlanError(
-            f"layers {first} and {second} of group {group.name!r} have indexers of different shapes; a group holds "
-            "layers of one shape"
-        )
-    return next(iter(found))
+    return common_shape(
+        query,
+        lambda params: params if isinstance(params, IndexParams) else None,
+        lacks="which has no indexer",
+        differ="have indexers of different shapes",
+    )

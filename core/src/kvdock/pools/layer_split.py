@@ -87,11 +87,11 @@ class LayerSplitDSAPool(DSAPool):
         return super()._owned(layer_id)
 
     def _rows_for_reading(self, layer_id: int) -> torch.Tensor:
-        owner = self._owner(layer_id)
+        owner = self.owner_for_read(layer_id)
         return self._shared(owner, self._kv.get(owner, self._row_scratch))
 
     def _pages_for_reading(self, layer_id: int) -> torch.Tensor:
-        owner = self._owner(layer_id)
+        owner = self.owner_for_read(layer_id)
         return self._shared(owner, self._pages.get(owner, self._page_scratch))
 
     def _shared(self, layer_id: int, tensor: torch.Tensor) -> torch.Tensor:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from kvdock.errors import PlanError
 from kvdock.layout import Buffer
 from kvdock.model import MHAParams
 from kvdock.planned import Parts
-from kvdock.pools.grouped import GroupedPool, check_kv_dtype, group_of
+from kvdock.pools.grouped import GroupedPool, check_kv_dtype, common_shape, group_of
 from kvdock.queries import PoolQuery
 
 if TYPE_CHECKING:
@@ -101,16 +100,9 @@ def common_params(query: PoolQuery) -> MHAParams:
     Raises:
         PlanError: two layers differ, or one is no MHA layer; names them.
     """
-    group = group_of(query)
-    found: dict[MHAParams, int] = {}
-    for layer_id, layer in group.layers:
-        if not isinstance(layer.params, MHAParams):
-            raise PlanError(f"layer {layer_id} of group {group.name!r} is of kind {layer.kind!r}, not mha")
-        found.setdefault(layer.params, layer_id)
-    if len(found) > 1:
-        (first, first_id), (second, second_id) = list(found.items())[:2]
-        raise PlanError(
-            f"layers {first_id} and {second_id} of group {group.name!r} have different shapes "
-            f"({first} and {second}); a group holds layers of one shape"
-        )
-    return next(iter(found))
+    return common_shape(
+        query,
+        lambda params: params if isinstance(params, MHAParams) else None,
+        lacks="not mha",
+        differ="have different shapes ({0} and {1})",
+    )

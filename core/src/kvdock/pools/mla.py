@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from kvdock.errors import PlanError
 from kvdock.layout import Buffer
-from kvdock.model import DSAParams, MLAParams
+from kvdock.model import DSAParams, LayerParams, MLAParams
 from kvdock.planned import Parts
 from kvdock.pools.formats import read_rows
-from kvdock.pools.grouped import GroupedPool, group_of
+from kvdock.pools.grouped import GroupedPool, common_shape
 from kvdock.pools.mha import kv_buffer
 from kvdock.queries import PoolQuery
 
@@ -119,16 +118,8 @@ def common_latent(query: PoolQuery) -> tuple[int, int]:
     Raises:
         PlanError: two layers differ, or one keeps no latent; names them.
     """
-    group = group_of(query)
-    found: dict[tuple[int, int], int] = {}
-    for layer_id, layer in group.layers:
-        if not isinstance(layer.params, MLAParams | DSAParams):
-            raise PlanError(f"layer {layer_id} of group {group.name!r} is of kind {layer.kind!r}, which has no latent")
-        found.setdefault((layer.params.kv_lora_rank, layer.params.qk_rope_head_dim), layer_id)
-    if len(found) > 1:
-        first, second = list(found.values())[:2]
-        raise PlanError(
-            f"layers {first} and {second} of group {group.name!r} have latents of different widths; "
-            "a group holds layers of one shape"
-        )
-    return next(iter(found))
+    return common_shape(query, _latent, lacks="which has no latent", differ="have latents of different widths")
+
+
+def _latent(params: LayerParams) -> tuple[int, int] | None:
+    return (params.kv_lora_rank, params.qk_rope_head_dim) if isinstance(params, MLAParams | DSAParams) else None
