@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvdock.allocators import lengths
@@ -10,8 +10,6 @@ from kvdock.allocators.base import Shortfall
 from kvdock.allocators.mapped import Share
 from kvdock.allocators.ring import Mark
 from kvdock.allocators.tiers import TieredAllocator
-from kvdock.errors import SlotError
-from kvdock.layout import DEVICE, FULL, HOST
 
 if TYPE_CHECKING:
     import torch
@@ -158,11 +156,8 @@ class HiSparseAllocator(TieredAllocator):
             SlotError: a range outside the table, or more pages than are live; nothing changes.
         """
         ranges = lengths.checked_ranges(table.shape, rows, starts, ends)
-        whole = ranges.page_bounds(self.page_size)
         live = self._live_bounds(ranges, starts if device_starts is None else device_starts)
-        pages = whole.pages(table)
-        chosen = lengths.to_device(live.positions_in(whole), table.device)
-        self._free_both(pages, pages.index_select(0, chosen))
+        self._free_bounds(table, ranges.page_bounds(self.page_size), live)
 
     def free_device_pages(self, pages: torch.Tensor) -> None:
         """Give back the device pages of full pages that have one of their own; never waits for the device."""
@@ -201,18 +196,6 @@ class HiSparseAllocator(TieredAllocator):
         on_device = pages if device_pages is None else device_pages
         return self.full.shortfall(pages) + self.device.shortfall(on_device) + self.host.shortfall(host_pages)
 
-    def free_group_begin(self) -> None:
-        """Collect the frees that follow; device pages are looked up when they are queued."""
-        super().free_group_begin()
-        self.host.free_group_begin()
-
-    def free_group_end(self) -> None:
-        """Give back what was collected, in every tier."""
-        try:
-            super().free_group_end()
-        finally:
-            self.host.free_group_end()
-
     def backup_state(self) -> TierState:
         """Return a token of the present allocations of all tiers."""
         sides = self.full.backup_state(), self.device.backup_state(), self.host.backup_state()
@@ -230,27 +213,3 @@ class HiSparseAllocator(TieredAllocator):
             side.restore_state(before)
         self._buffers.undo(state.buffers)
         self._host_slots.undo(state.host)
-
-    def resize(self, sizes: Mapping[str, int]) -> None:
-        """Change the usable slots of ``full``, ``device``, ``host`` or several.
-
-        Raises:
-            SlotError: a tier has live slots or a size exceeds its buffers; none changes.
-        """
-        tiers = {FULL: self.full, DEVICE: self.device, HOST: self.host}
-        unknown = sorted(set(sizes) - set(tiers))
-        if unknown:
-            raise SlotError(f"resize names {unknown}; this allocator holds 'full', 'device' and 'host'")
-        before = {name: tier.size for name, tier in tiers.items()}
-        changed: list[str] = []
-        try:
-            for name, tier in tiers.items():
-                tier.resize({name: sizes.get(name, before[name])})
-                changed.append(name)
-        except SlotError:
-            for name in changed:
-                tiers[name].resize({name: before[name]})
-                self._freed()
-            raise
-        self.size = self.full.size
-        self._forget()

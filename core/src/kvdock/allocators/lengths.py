@@ -52,6 +52,21 @@ def whole_count(value: int, name: str) -> int:
     return value if type(value) is int else int(on_host([value], name)[0])
 
 
+def whole_pages(need_size: int, page_size: int, name: str) -> int:
+    """Return the pages of `need_size` slots; `name` says whose in errors.
+
+    Raises:
+        SlotError: `need_size` is negative or no multiple of the page size; nothing was taken.
+    """
+    count = whole_count(need_size, "need_size")
+    if count < 0 or count % page_size:
+        raise SlotError(
+            f"{name}: alloc({need_size}) is no whole number of pages of {page_size} slots; "
+            f"ask for {max(0, -(-count // page_size)) * page_size}"
+        )
+    return count // page_size
+
+
 def to_host(values: torch.Tensor) -> Ints:
     """Return the integers of a tensor as an int64 array; waits for the device once."""
     import numpy as np

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvdock.allocators import lengths
@@ -37,6 +38,8 @@ class MappedAllocator(Allocator):
 
     numbering: Allocator
     side: Allocator
+    _tiers: dict[str, Allocator]
+    """Every inner allocator by the name of its space."""
     _map: torch.Tensor
     _journal: Journal
     _grouping = _has_queued = False
@@ -63,14 +66,10 @@ class MappedAllocator(Allocator):
         Raises:
             SlotError: `need_size` is negative or no multiple of the page size.
         """
-        need_size = lengths.whole_count(need_size, "need_size")
-        if need_size < 0 or need_size % self.page_size:
-            raise SlotError(
-                f"alloc({need_size}) is no whole number of pages of {self.page_size} slots; nothing was taken"
-            )
+        count = lengths.whole_pages(need_size, self.page_size, self._journal.name)
+        need_size = count * self.page_size
         if need_size > self.available_size():
             return None
-        count = need_size // self.page_size
         share = Share(count, None if owner is None else [owner] * count)
         take = lambda: self.numbering.alloc(need_size, owner)  # noqa: E731
         return self._in_step(take, lambda slots: self._pages_of(slots[:: self.page_size]), share)
@@ -141,19 +140,48 @@ class MappedAllocator(Allocator):
 
     def free_group_begin(self) -> None:
         """Collect the frees that follow; pages of the side are looked up when they are queued."""
-        self.numbering.free_group_begin()
-        self.side.free_group_begin()
+        for tier in self._tiers.values():
+            tier.free_group_begin()
         self._grouping = True
 
     def free_group_end(self) -> None:
-        """Give back what was collected, on both sides."""
+        """Give back what was collected, in every tier, also where one of them refuses."""
         if self._has_queued:
             self._freed()  # one side may have given back alone, and a restore is for both or neither
         self._grouping = self._has_queued = False
+        with ExitStack() as ends:  # the last that is put on it goes first
+            for tier in reversed(self._tiers.values()):
+                ends.callback(tier.free_group_end)
+
+    def clear(self) -> None:
+        """Make every slot of all tiers free again and map nothing."""
+        for tier in self._tiers.values():
+            tier.clear()
+        self._forget()
+
+    def resize(self, sizes: Mapping[str, int]) -> None:
+        """Change the usable slots of one space or several.
+
+        Raises:
+            SlotError: a space has live slots or a size exceeds its buffers; none changes.
+        """
+        *names, last = (repr(name) for name in self._tiers)
+        unknown = sorted(set(sizes) - set(self._tiers))
+        if unknown:
+            raise SlotError(f"resize names {unknown}; this allocator holds {', '.join(names)} and {last}")
+        before = {name: tier.size for name, tier in self._tiers.items()}
+        changed: list[str] = []
         try:
-            self.numbering.free_group_end()
-        finally:
-            self.side.free_group_end()
+            for name, tier in self._tiers.items():
+                tier.resize({name: sizes.get(name, before[name])})
+                changed.append(name)
+        except BaseException:
+            for name in changed:
+                self._tiers[name].resize({name: before[name]})
+                self._freed()
+            raise
+        self.size = self.numbering.size
+        self._forget()
 
     def _grown(
         self, growth: lengths.Growth, take: Callable[[], torch.Tensor | None], share: Share | None = None
@@ -212,6 +240,12 @@ class MappedAllocator(Allocator):
         both = lengths.to_host(torch.stack((pages, self._mapped(pages)))).reshape(2, -1)
         once = lengths.first_of_each(both[0])
         return both[0][once], both[1][once]
+
+    def _free_bounds(self, table: torch.Tensor, whole: lengths.PageBounds, live: lengths.PageBounds) -> None:
+        """Give back the pages `whole` of request rows, and what lies beside those of them that are `live` there."""
+        pages = whole.pages(table)
+        chosen = lengths.to_device(live.positions_in(whole), table.device)
+        self._free_both(pages, pages.index_select(0, chosen))
 
     def _free_both(self, pages: torch.Tensor, beside: torch.Tensor) -> None:
         """Give back `pages`, and what lies beside those of them that have a page there: `beside`."""

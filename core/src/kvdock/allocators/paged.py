@@ -67,13 +67,7 @@ class PagedAllocator(Allocator):
         Raises:
             SlotError: `need_size` is negative or no multiple of the page size.
         """
-        need_size = lengths.whole_count(need_size, "need_size")
-        if need_size < 0 or need_size % self.page_size:
-            raise SlotError(
-                f"{self._name}: alloc({need_size}) is no whole number of pages of {self.page_size} slots; "
-                f"ask for {max(0, -(-need_size // self.page_size)) * self.page_size}"
-            )
-        count = need_size // self.page_size
+        count = lengths.whole_pages(need_size, self.page_size, self._name)
         pages = self._take(count, None if owner is None else [owner] * count)
         return None if pages is None else self._slots_of(pages)
 

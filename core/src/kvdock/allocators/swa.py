@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvdock.allocators import lengths, window
@@ -55,6 +55,7 @@ class SWAAllocator(MappedAllocator):
         self.page_size = window.common_page_size(query)
         self.full, self.swa = parts.allocators[FULL], parts.allocators[SWA]
         self.numbering, self.side = self.full, self.swa
+        self._tiers = {FULL: self.full, SWA: self.swa}
         self.size = self.full.size
         self.full_to_swa = self._map = parts.tensors.rows("full_to_swa")
         if self.full_to_swa.shape[0] != self.size // self.page_size + 1:
@@ -167,13 +168,11 @@ class SWAAllocator(MappedAllocator):
         """
         ranges = lengths.checked_ranges(table.shape, rows, starts, ends)
         whole = ranges.page_bounds(self.page_size)
-        pages = whole.pages(table)
         if swa_starts is None:
+            pages = whole.pages(table)
             self._free_both(pages, pages)
-            return
-        live = whole.from_tokens(window.checked_swa_starts(ranges, swa_starts))
-        chosen = lengths.to_device(live.positions_in(whole), table.device)
-        self._free_both(pages, pages[chosen])
+        else:
+            self._free_bounds(table, whole, whole.from_tokens(window.checked_swa_starts(ranges, swa_starts)))
 
     def free_swa(self, indices: torch.Tensor) -> None:
         """Give back the sliding pages whose last token is among these full slots; those without one are skipped.
@@ -238,32 +237,6 @@ class SWAAllocator(MappedAllocator):
         self._journal.rewind(state.mark if isinstance(state, SWAState) else state)
         self.full.restore_state(state.full)
         self.swa.restore_state(state.swa)
-
-    def clear(self) -> None:
-        """Make every slot of both sides free again and map nothing."""
-        self.full.clear()
-        self.swa.clear()
-        self._forget()
-
-    def resize(self, sizes: Mapping[str, int]) -> None:
-        """Change the usable slots of ``full``, ``swa`` or both.
-
-        Raises:
-            SlotError: a side has live slots or a size exceeds its buffers; neither side changes.
-        """
-        unknown = sorted(set(sizes) - {FULL, SWA})
-        if unknown:
-            raise SlotError(f"resize names {unknown}; this allocator holds 'full' and 'swa'")
-        before = self.full.size
-        self.full.resize({FULL: sizes.get(FULL, before)})
-        try:
-            self.swa.resize({SWA: sizes.get(SWA, self.swa.size)})
-        except SlotError:
-            self.full.resize({FULL: before})
-            self._journal.freed()
-            raise
-        self.size = self.full.size
-        self._forget()
 
     def check(self, held: torch.Tensor | None = None) -> None:
         """Verify both sides, and that the live sliding pages are exactly those that live full pages map to.

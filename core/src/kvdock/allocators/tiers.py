@@ -31,6 +31,7 @@ class TieredAllocator(MappedAllocator):
         self.page_size = _common_page_size(query)
         self.full, self.device, self.host = (parts.allocators[name] for name in (FULL, DEVICE, HOST))
         self.numbering, self.side = self.full, self.device
+        self._tiers = {FULL: self.full, DEVICE: self.device, HOST: self.host}
         self.size = self.full.size
         rows = parts.tensors.rows
         self.logical_to_device: torch.Tensor = rows("logical_to_device")
@@ -207,12 +208,6 @@ class TieredAllocator(MappedAllocator):
     def translate(self, loc: torch.Tensor) -> torch.Tensor:
         """Return the device slots of full slots: −1 for −1, 0 where the rows are not on the device."""
         return self.parts.kernels.translate(self.logical_to_device, loc)
-
-    def clear(self) -> None:
-        """Make every slot of every tier free again, map nothing and forget what requests held."""
-        for side in (self.full, self.device, self.host):
-            side.clear()
-        self._forget()
 
     def check(self, held: torch.Tensor | None = None) -> None:
         """Verify every tier: live device pages are those that live full pages map to and those of buffers, once each.
