@@ -15,12 +15,11 @@ from pathlib import Path
 
 import torch
 from kvdock.builder import build
-from kvdock.builtin import BUILTINS
 from kvdock.device import DeviceInfo
 from kvdock.model import LayerSpec, MHAParams, ModelSpec
 from kvdock.options import Parallelism, make_options
 from kvdock.planner import plan_from
-from kvdock.plugins.loading import Registry
+from kvdock.startup import core_only
 
 HEADS, DIM, TOKENS = 8, 128, 65536
 BATCHES = (256, 1024, 4096)
@@ -31,9 +30,7 @@ DEVICE = DeviceInfo(device_type="cpu", name="cpu", total_bytes=MEMORY, free_befo
 
 def make_pool(page_size: int, **options):
     """Return the pool of one MHA layer of 8 heads of 128 in bfloat16."""
-    registry = Registry()
-    for name, plugin in BUILTINS:
-        registry.add(plugin, name=name)
+    registry = core_only()
     layer = LayerSpec(kind="mha", params=MHAParams(num_kv_heads=HEADS, head_dim=DIM, v_head_dim=DIM))
     model = ModelSpec(name="m", architecture="M", layers=(layer,), context_length=4096, dtype="bfloat16")
     given = {"page_size": page_size, "max_total_tokens": TOKENS, "max_running_requests": 8, **options}

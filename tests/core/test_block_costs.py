@@ -1,15 +1,14 @@
 """What block formats cost, in bytes worked out by hand, and buffers that lie over each other."""
 
 import pytest
-from kvdock.builtin import BUILTINS
 from kvdock.costs import bytes_per_token, find_costs
 from kvdock.device import DeviceInfo
 from kvdock.layout import Buffer, SizeRule, Space
 from kvdock.model import LayerSpec, MHAParams, MLAParams, ModelSpec
 from kvdock.options import Parallelism, make_options
 from kvdock.planner import plan_from
-from kvdock.plugins.loading import Registry
 from kvdock.sizing import Problem, total_nbytes
+from kvdock.startup import core_only
 
 ROOM = 40 * 2**30
 DEVICE = DeviceInfo(device_type="cpu", name="cpu", total_bytes=ROOM, free_before_load_bytes=ROOM, free_bytes=ROOM)
@@ -18,9 +17,7 @@ LATENT = LayerSpec(kind="mla", params=MLAParams(kv_lora_rank=512, qk_rope_head_d
 
 
 def make_plan(layers, dtype, page_size=64):
-    registry = Registry()
-    for name, plugin in BUILTINS:
-        registry.add(plugin, name=name)
+    registry = core_only()
     model = ModelSpec(name="m", architecture="M", layers=tuple(layers), context_length=4096, dtype="bfloat16")
     given = make_options({"max_running_requests": 4, "kv_cache_dtype": dtype, "page_size": page_size})
     return plan_from((model,), DEVICE, given, Parallelism(), registry, budget_bytes=ROOM)

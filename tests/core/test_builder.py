@@ -17,6 +17,7 @@ from kvdock.model import LayerSpec, MHAParams, MLAParams, ModelSpec
 from kvdock.options import Parallelism, make_options
 from kvdock.planner import plan_from
 from kvdock.plugins.loading import Registry
+from kvdock.startup import core_only
 
 torch = pytest.importorskip("torch")
 torch.set_num_threads(1)
@@ -48,9 +49,7 @@ MODELS = {
 
 def make_plan(layers="mha", budget=MIB, registry=None, device="cpu", parallel=None, drafts=(), **options):
     if registry is None:
-        registry = Registry()
-        for name, plugin in BUILTINS:
-            registry.add(plugin, name=name)
+        registry = core_only()
     specs = [MODELS[layers] if isinstance(layers, str) else layers, *drafts]
     models = tuple(
         ModelSpec(name="m", architecture="M", layers=tuple(spec), context_length=256, dtype="bfloat16")

@@ -6,23 +6,15 @@ import kvdock
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kvdock.builtin import BUILTINS
 from kvdock.device import DeviceInfo
 from kvdock.errors import BudgetError, PlanError, PluginError, UnsupportedCombination
 from kvdock.model import LayerSpec, MHAParams, MLAParams, ModelSpec
-from kvdock.plugins.loading import Registry
 from kvdock.pools import MHAPool
 from kvdock.sizing import Problem, Solver
+from kvdock.startup import core_only
 
 GIB = 2**30
 IDLE = DeviceInfo(device_type="cpu", name="idle", total_bytes=2**40, free_before_load_bytes=2**40, free_bytes=2**40)
-
-
-def core_registry():
-    registry = Registry()
-    for name, plugin in BUILTINS:
-        registry.add(plugin, name=name)
-    return registry
 
 
 def mha(heads=8, dim=128, **fields):
@@ -42,7 +34,7 @@ def plan(layers, *, budget=GIB, options=None, context=131_072, parallel=None, de
         options=options,
         parallel=parallel,
         budget_bytes=budget,
-        registry=core_registry(),
+        registry=core_only(),
         **fields,
     )
 
@@ -275,7 +267,7 @@ def test_a_plan_is_the_same_each_time_and_changes_no_argument():
 
 def test_a_plan_is_read_back_from_json():
     made = plan([mha(window_tokens=127 if i % 2 else None) for i in range(4)], options={"page_size": 16})
-    again = kvdock.CachePlan.from_json(made.to_json(), registry=core_registry())
+    again = kvdock.CachePlan.from_json(made.to_json(), registry=core_only())
     assert again.to_json() == made.to_json()
     assert again.spaces == made.spaces
 
@@ -306,7 +298,7 @@ def test_an_edited_plan_file_is_refused_naming_the_field(old, new, message):
     text = plan([mha()] * 2, options={"page_size": 16}).to_json()
     assert old in text
     with pytest.raises(PlanError, match=message):
-        kvdock.CachePlan.from_json(text.replace(old, new, 1), registry=core_registry())
+        kvdock.CachePlan.from_json(text.replace(old, new, 1), registry=core_only())
 
 
 class Claims:
@@ -327,7 +319,7 @@ class Silent:
 
 def test_a_plan_file_of_another_plugin_version_is_refused():
     def registry_with(version):
-        registry = core_registry()
+        registry = core_only()
         registry.add(Claims(), name="acme", tier="hardware", version=version)
         return registry
 
@@ -336,12 +328,12 @@ def test_a_plan_file_of_another_plugin_version_is_refused():
     with pytest.raises(PlanError, match=r"plugins\.acme was '1\.2' when the plan was made and is '1\.3' now"):
         kvdock.CachePlan.from_json(made.to_json(), registry=registry_with("1.3"))
     with pytest.raises(PlanError, match=r"plugins\.acme was '1\.2' .* is 'absent' now"):
-        kvdock.CachePlan.from_json(made.to_json(), registry=core_registry())
+        kvdock.CachePlan.from_json(made.to_json(), registry=core_only())
 
 
 def test_a_plugin_that_decides_nothing_does_not_spoil_a_plan_file():
     text = plan([mha()]).to_json()
-    registry = core_registry()
+    registry = core_only()
     registry.add(Silent(), name="other", tier="hardware", version="1.2")
     assert kvdock.CachePlan.from_json(text, registry=registry).to_json() == text
 
@@ -349,7 +341,7 @@ def test_a_plugin_that_decides_nothing_does_not_spoil_a_plan_file():
 @pytest.mark.parametrize("text", ["[]", "null", "[" * 5000, b"\xff\xfe", "{}", '{"schema": 3}', "\ud800", None, 3])
 def test_what_is_no_plan_file_is_refused(text):
     with pytest.raises(PlanError, match="plan file"):
-        kvdock.CachePlan.from_json(text, registry=core_registry())
+        kvdock.CachePlan.from_json(text, registry=core_only())
 
 
 def test_the_source_of_each_option_is_kept():
@@ -413,7 +405,7 @@ def test_a_draft_of_sliding_layers_alone_translates_full_slots():
     target = model([mha(window_tokens=127), mha()])
     draft = model([mha(window_tokens=127)])
     options = kvdock.CacheOptions(speculative_algorithm="EAGLE", speculative_num_steps=2)
-    made = plan_from((target, draft), IDLE, options, kvdock.Parallelism(), core_registry(), budget_bytes=GIB)
+    made = plan_from((target, draft), IDLE, options, kvdock.Parallelism(), core_only(), budget_bytes=GIB)
     assert made.outline.routers["draft"].cls.__name__ == "SlidingPool"
     assert [(group.name, group.space) for group in made.groups] == [
         ("swa", "swa"),
@@ -425,16 +417,16 @@ def test_a_draft_of_sliding_layers_alone_translates_full_slots():
 def test_an_edited_device_or_budget_of_a_fraction_is_recomputed():
     made = plan([mha()], budget=None, device=loaded_device(), options={"mem_fraction_static": 0.6})
     text = made.to_json()
-    assert kvdock.CachePlan.from_json(text, registry=core_registry()).budget == made.budget
+    assert kvdock.CachePlan.from_json(text, registry=core_only()).budget == made.budget
     edited = text.replace('"free_bytes": 21474836480', '"free_bytes": 21474836479', 1)
     assert edited != text
     with pytest.raises(PlanError, match=r"plan file: .* but planning again gives"):
-        kvdock.CachePlan.from_json(edited, registry=core_registry())
+        kvdock.CachePlan.from_json(edited, registry=core_only())
 
 
 def test_explain_keeps_who_read_the_model():
-    made = kvdock.plan("tests/models/llama-3.1-8b.json", device=IDLE, budget_bytes=GIB, registry=core_registry())
-    for same in (made, made.replan(GIB), kvdock.CachePlan.from_json(made.to_json(), registry=core_registry())):
+    made = kvdock.plan("tests/models/llama-3.1-8b.json", device=IDLE, budget_bytes=GIB, registry=core_only())
+    for same in (made, made.replan(GIB), kvdock.CachePlan.from_json(made.to_json(), registry=core_only())):
         assert "read_model: " in same.explain()
 
 
@@ -515,7 +507,7 @@ class AnswersAList(MHAPool):
     ],
 )
 def test_a_class_that_declares_nonsense_is_an_error_of_its_plugin(mock_plugin, pool, message):
-    registry = core_registry()
+    registry = core_only()
     registry.add(mock_plugin("acme", tier="hardware", pool=lambda query: pool if query.kind == "mha" else None))
     with pytest.raises(PluginError, match=message):
         kvdock.plan(model([mha()]), device=IDLE, budget_bytes=GIB, registry=registry)
@@ -529,7 +521,7 @@ def test_a_device_whose_own_pool_lacks_a_feature_is_warned_about(mock_plugin):
     device = DeviceInfo(
         device_type="acme", name="acme-1", total_bytes=2**34, free_before_load_bytes=2**34, free_bytes=2**34
     )
-    registry = core_registry()
+    registry = core_only()
     pool = lambda query: Plain if query.kind == "mha" else None  # noqa: E731
     registry.add(mock_plugin("acme", tier="hardware", pool=pool, devices={"acme-1": device}))
     fields = {"device": device, "budget_bytes": GIB, "registry": registry}

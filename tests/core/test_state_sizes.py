@@ -1,15 +1,14 @@
 """How many slots per-request states get, and what that leaves for requests; by hand for one small model."""
 
 import pytest
-from kvdock.builtin import BUILTINS
 from kvdock.demand import state_slots_per_request, track_slots
 from kvdock.device import DeviceInfo
 from kvdock.errors import PlanError
 from kvdock.model import ConvBlock, ConvParams, LayerSpec, MHAParams, ModelSpec, StateParams
 from kvdock.options import DEFAULTS, CacheOptions, Parallelism, make_options
 from kvdock.planner import plan_from
-from kvdock.plugins.loading import Registry
 from kvdock.queries import Query
+from kvdock.startup import core_only
 
 CPU = DeviceInfo(device_type="cpu", name="cpu", total_bytes=2**34, free_before_load_bytes=2**34, free_bytes=2**34)
 ATTENTION = LayerSpec(kind="mha", params=MHAParams(num_kv_heads=2, head_dim=16, v_head_dim=16))
@@ -23,9 +22,7 @@ MODEL = ModelSpec(
 
 
 def plan(budget=2**26, parallel=None, **options):
-    registry = Registry()
-    for name, plugin in BUILTINS:
-        registry.add(plugin, name=name)
+    registry = core_only()
     return plan_from((MODEL,), CPU, make_options(options), parallel or Parallelism(), registry, budget_bytes=budget)
 
 
@@ -104,9 +101,7 @@ def test_slots_are_divided_over_the_workers_of_attention():
 
 
 def test_a_model_without_states_has_no_use_for_slots():
-    registry = Registry()
-    for name, plugin in BUILTINS:
-        registry.add(plugin, name=name)
+    registry = core_only()
     model = ModelSpec(name="m", architecture="A", layers=(ATTENTION,), context_length=1024, dtype="bfloat16")
     with pytest.raises(PlanError, match="nothing in this plan reads max_state_slots=4"):
         plan_from((model,), CPU, make_options({"max_state_slots": 4}), Parallelism(), registry, budget_bytes=2**24)

@@ -1,7 +1,6 @@
 """Small caches of every kind, driven through whole lives of requests, every value checked."""
 
 import pytest
-from kvdock.builtin import BUILTINS
 from kvdock.device import DeviceInfo
 from kvdock.errors import PlanError
 from kvdock.model import (
@@ -17,7 +16,7 @@ from kvdock.model import (
 )
 from kvdock.options import Parallelism, make_options
 from kvdock.planner import plan_from
-from kvdock.plugins.loading import Registry
+from kvdock.startup import core_only
 from kvdock.testing.driver import drive
 from kvdock.testing.trace import Arrival
 
@@ -58,9 +57,7 @@ KINDS = {
 
 
 def cache_of(layers, page_size, debug, **options):
-    registry = Registry()
-    for name, plugin in BUILTINS:
-        registry.add(plugin, name=name)
+    registry = core_only()
     model = ModelSpec(name="m", architecture="A", layers=layers, context_length=256, dtype="bfloat16")
     given = {"page_size": page_size, "max_total_tokens": 512, "max_running_requests": 6, **options}
     return build(

@@ -5,15 +5,14 @@ from pathlib import Path
 import msgspec
 import pytest
 from kvdock import dtypes
-from kvdock.builtin import BUILTINS
 from kvdock.costs import slot_bytes
 from kvdock.device import DeviceInfo
 from kvdock.edge import read_models
 from kvdock.layout import Buffer
 from kvdock.options import make_options, make_parallelism
 from kvdock.outline import draw_outline
-from kvdock.plugins.loading import Registry
 from kvdock.sizing import Problem, Solver, token_factors
+from kvdock.startup import core_only
 
 CASES = {
     case["name"]: case
@@ -59,9 +58,7 @@ def outline_of(case):
             "dp_attention": attn_dp > 1,
         }
     )
-    registry = Registry()
-    for name, plugin in BUILTINS:
-        registry.add(plugin, name=name)
+    registry = core_only()
     options = make_options(values)
     models, _ = read_models(case["hf_config"], options, registry)
     return draw_outline(models, DEVICE, options, parallel, registry)

@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 from kvdock import dtypes
-from kvdock.builtin import BUILTINS
 from kvdock.device import DeviceInfo
 from kvdock.edge import read_models
 from kvdock.options import make_options, make_parallelism
 from kvdock.planner import plan_from
-from kvdock.plugins.loading import Registry
+from kvdock.startup import core_only
 
 CASES = {
     case["name"]: case
@@ -55,9 +54,7 @@ def plan_of(case):
         for name, short in (("tp_size", "tp"), ("pp_size", "pp"), ("pp_rank", "pp_rank"))
         if short in given
     }
-    registry = Registry()
-    for name, plugin in BUILTINS:
-        registry.add(plugin, name=name)
+    registry = core_only()
     options = make_options(values)
     models, _ = read_models(case["hf_config"], options, registry)
     return plan_from(models, DEVICE, options, make_parallelism(parallel), registry, budget_bytes=2**43)

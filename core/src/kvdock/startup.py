@@ -44,6 +44,14 @@ def check_names(options: CacheOptions, environ: Mapping[str, str] | None = None)
     loading.check_names(candidates(), lists, [name for name, _ in BUILTINS])
 
 
+def core_only() -> Registry:
+    """Return a registry of the built-in plugins alone, whatever is installed."""
+    registry = Registry()
+    for name, plugin in BUILTINS:
+        registry.add(plugin, name=name, tier="core")
+    return registry
+
+
 def installed(
     options: CacheOptions | None = None,
     *,

@@ -5,12 +5,11 @@ import random
 
 import kvdock
 import pytest
-from kvdock.builtin import BUILTINS
 from kvdock.device import DeviceInfo
 from kvdock.errors import PlanError, SlotError
 from kvdock.layout import SizeRule, Space
 from kvdock.model import DSAParams, LayerSpec, ModelSpec
-from kvdock.plugins.loading import Registry
+from kvdock.startup import core_only
 from kvdock.testing.suites import AllocatorSuite, unsupported
 
 torch = pytest.importorskip("torch")
@@ -30,9 +29,7 @@ DSA = LayerSpec(kind="dsa", params=DSAParams(kv_lora_rank=128, qk_rope_head_dim=
 
 
 def plan_of(context=64, budget=2**26, **options):
-    registry = Registry()
-    for name, plugin in BUILTINS:
-        registry.add(plugin, name=name)
+    registry = core_only()
     model = ModelSpec(name="m", architecture="M", layers=(DSA, DSA), context_length=context, dtype="bfloat16")
     given = {"page_size": 4, "hisparse": True, "max_running_requests": 2, "hisparse_top_k": 4, **options}
     return kvdock.plan(model, device=DEVICE, options=given, budget_bytes=budget, registry=registry)

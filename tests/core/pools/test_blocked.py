@@ -7,13 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvdock.builder import build
-from kvdock.builtin import BUILTINS
 from kvdock.device import DeviceInfo
 from kvdock.errors import PlanError, SlotError, UnsupportedCombination
 from kvdock.model import IndexParams, LayerSpec, MHAParams, MLAParams, ModelSpec
 from kvdock.options import Parallelism, make_options
 from kvdock.planner import plan_from
-from kvdock.plugins.loading import Registry
+from kvdock.startup import core_only
 
 torch = pytest.importorskip("torch")
 
@@ -367,9 +366,7 @@ MODELS = {
 
 
 def make_plan(layers, **options):
-    registry = Registry()
-    for name, plugin in BUILTINS:
-        registry.add(plugin, name=name)
+    registry = core_only()
     model = ModelSpec(name="m", architecture="M", layers=tuple(MODELS[layers]), context_length=64, dtype="bfloat16")
     given = make_options({"max_running_requests": 4} | options)
     return plan_from((model,), DEVICE, given, Parallelism(), registry, budget_bytes=2**20)

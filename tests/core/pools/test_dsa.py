@@ -6,13 +6,12 @@ import kvdock
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvdock.builtin import BUILTINS
 from kvdock.device import DeviceInfo
 from kvdock.errors import PlanError, SlotError, UnsupportedCombination
 from kvdock.layout import Unit
 from kvdock.model import DSAParams, LayerSpec, ModelSpec
 from kvdock.options import CacheOptions
-from kvdock.plugins.loading import Registry
+from kvdock.startup import core_only
 from kvdock.storages import bytes_of
 
 torch = pytest.importorskip("torch")
@@ -39,9 +38,7 @@ def pool_of(make, page_size=4, tokens=None, cls=DSAPool, device="cpu", **fields)
 
 def plan_of(layers, budget=2**30, page_size=64, registry=None, **options):
     if registry is None:
-        registry = Registry()
-        for name, plugin in BUILTINS:
-            registry.add(plugin, name=name)
+        registry = core_only()
     device = DeviceInfo(device_type="cpu", name="d", total_bytes=2**50, free_before_load_bytes=2**50, free_bytes=2**50)
     model = ModelSpec(name="m", architecture="M", layers=tuple(layers), context_length=1024, dtype="bfloat16")
     given_options = {"page_size": page_size, **options}

@@ -4,10 +4,9 @@ import random
 
 import kvdock
 import pytest
-from kvdock.builtin import BUILTINS
 from kvdock.device import DeviceInfo
 from kvdock.model import DSAParams, LayerSpec, ModelSpec
-from kvdock.plugins.loading import Registry
+from kvdock.startup import core_only
 from kvdock.testing.pool_suite import PoolSuite
 from kvdock.testing.trace import Arrival
 
@@ -35,9 +34,7 @@ class TestDSAPool(PoolSuite):
     "options", [{}, {"kv_cache_dtype": "fp8_e4m3", "index_dtype": "fp4"}, {"page_major": True, "page_size": 16}]
 )
 def test_requests_read_what_they_wrote(options):
-    registry = Registry()
-    for name, plugin in BUILTINS:
-        registry.add(plugin, name=name)
+    registry = core_only()
     given = {"page_size": 4, "max_total_tokens": 160, "max_running_requests": 4, **options}
     plan = kvdock.plan(MODEL, device=DEVICE, options=given, budget_bytes=2**22, registry=registry)
     rng = random.Random(7)

@@ -3,15 +3,14 @@
 import kvdock
 import pytest
 from kvdock.allocators import PagedAllocator
-from kvdock.builtin import BUILTINS
 from kvdock.demand import device_buffer_size, device_slots_per_request
 from kvdock.device import DeviceInfo
 from kvdock.errors import PlanError, PluginError, SlotError, UnsupportedCombination
 from kvdock.layout import Buffer
 from kvdock.model import DSAParams, LayerSpec, MLAParams, ModelSpec
 from kvdock.options import CacheOptions, Parallelism
-from kvdock.plugins.loading import Registry
 from kvdock.queries import Query
+from kvdock.startup import core_only
 from kvdock.testing.mocks import mock_plugin
 
 torch = pytest.importorskip("torch")
@@ -44,9 +43,7 @@ class Tiers(Paged):
 
 
 def registry_of(composite=Tiers):
-    registry = Registry()
-    for name, plugin in BUILTINS:
-        registry.add(plugin, name=name)
+    registry = core_only()
     claims = mock_plugin("tiers", "hardware", allocator=lambda query: Paged if len(query.spaces) == 1 else composite)
     registry.add(claims, name="tiers", tier="hardware")
     return registry

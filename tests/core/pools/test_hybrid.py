@@ -2,7 +2,6 @@
 
 import pytest
 from kvdock.builder import build
-from kvdock.builtin import BUILTINS
 from kvdock.device import DeviceInfo
 from kvdock.errors import SlotError
 from kvdock.model import (
@@ -18,7 +17,7 @@ from kvdock.model import (
 )
 from kvdock.options import Parallelism, make_options
 from kvdock.planner import plan_from
-from kvdock.plugins.loading import Registry
+from kvdock.startup import core_only
 
 torch = pytest.importorskip("torch")
 torch.set_num_threads(1)
@@ -37,9 +36,7 @@ def state(heads=4, dim=2):
 
 
 def plan(*layers, page=4, parallel=None, tokens=32, budget=2**42, context=64, **options):
-    registry = Registry()
-    for name, plugin in BUILTINS:
-        registry.add(plugin, name=name)
+    registry = core_only()
     model = ModelSpec(name="m", architecture="A", layers=layers, context_length=context, dtype="bfloat16")
     given = {
         "page_size": page,

@@ -8,14 +8,13 @@ import kvdock
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kvdock.builtin import BUILTINS
 from kvdock.device import DeviceInfo
 from kvdock.errors import SlotError, UnsupportedCombination
 from kvdock.model import DSAParams, LayerSpec, ModelSpec
 from kvdock.objections import objections
 from kvdock.options import CacheOptions, Parallelism
-from kvdock.plugins.loading import Registry
 from kvdock.queries import PlanQuery
+from kvdock.startup import core_only
 
 torch = pytest.importorskip("torch")
 
@@ -31,9 +30,7 @@ def model_of(layers):
 
 
 def plan_of(ranks, rank, layers=5, budget=2**22, **options):
-    registry = Registry()
-    for name, plugin in BUILTINS:
-        registry.add(plugin, name=name)
+    registry = core_only()
     given_options = {"page_size": 4, "layer_split": True, "role": "prefill", "max_running_requests": 4, **options}
     return kvdock.plan(
         model_of([DSA] * layers),
@@ -152,9 +149,7 @@ def test_a_layer_split_says_all_that_is_against_it():
 
 
 def test_other_kinds_of_layers_are_not_split():
-    registry = Registry()
-    for name, plugin in BUILTINS:
-        registry.add(plugin, name=name)
+    registry = core_only()
     layer = LayerSpec(kind="mla", params=kvdock.MLAParams(kv_lora_rank=16, qk_rope_head_dim=8))
     with pytest.raises(UnsupportedCombination, match="MLAPool lacks layer_split"):
         kvdock.plan(

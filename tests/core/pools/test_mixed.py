@@ -6,7 +6,6 @@ torch = pytest.importorskip("torch")
 torch.set_num_threads(1)
 
 from kvdock.builder import build  # noqa: E402
-from kvdock.builtin import BUILTINS  # noqa: E402
 from kvdock.device import DeviceInfo  # noqa: E402
 from kvdock.errors import SlotError  # noqa: E402
 from kvdock.model import (  # noqa: E402
@@ -22,7 +21,7 @@ from kvdock.model import (  # noqa: E402
 )
 from kvdock.options import Parallelism, make_options  # noqa: E402
 from kvdock.planner import plan_from  # noqa: E402
-from kvdock.plugins.loading import Registry  # noqa: E402
+from kvdock.startup import core_only  # noqa: E402
 
 CPU = DeviceInfo(device_type="cpu", name="cpu", total_bytes=2**26, free_before_load_bytes=2**26, free_bytes=2**26)
 HEADS = {"num_kv_heads": 2, "head_dim": 8, "v_head_dim": 8}
@@ -36,9 +35,7 @@ STATE = LayerSpec(kind="state", params=StateParams(conv=(CONV,), temporal=(2, 4,
 
 
 def pool_of(*layers, **options):
-    registry = Registry()
-    for name, plugin in BUILTINS:
-        registry.add(plugin, name=name)
+    registry = core_only()
     model = ModelSpec(name="m", architecture="A", layers=layers, context_length=64, dtype="bfloat16")
     given = {"page_size": 4, "max_total_tokens": 64, "max_running_requests": 2, **options}
     plan = plan_from((model,), CPU, make_options(given), Parallelism(), registry, budget_bytes=2**24)

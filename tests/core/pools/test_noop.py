@@ -7,14 +7,13 @@ torch.set_num_threads(1)
 
 import msgspec  # noqa: E402
 from kvdock.builder import build  # noqa: E402
-from kvdock.builtin import BUILTINS  # noqa: E402
 from kvdock.device import DeviceInfo  # noqa: E402
 from kvdock.errors import SlotError  # noqa: E402
 from kvdock.model import LayerSpec, MHAParams, ModelSpec  # noqa: E402
 from kvdock.options import Parallelism, make_options  # noqa: E402
 from kvdock.planner import plan_from  # noqa: E402
-from kvdock.plugins.loading import Registry  # noqa: E402
 from kvdock.pools import NoOpPool  # noqa: E402
+from kvdock.startup import core_only  # noqa: E402
 
 DEVICE = DeviceInfo(
     device_type="cpu",
@@ -27,9 +26,7 @@ DEVICE = DeviceInfo(
 
 
 def make(debug=False, heads=4, tp=2, **options):
-    registry = Registry()
-    for name, plugin in BUILTINS:
-        registry.add(plugin, name=name)
+    registry = core_only()
     layer = LayerSpec(kind="mha", params=MHAParams(num_kv_heads=heads, head_dim=8, v_head_dim=4))
     model = ModelSpec(name="m", architecture="A", layers=(layer,) * 3, context_length=64, dtype="bfloat16")
     given = {

@@ -6,13 +6,12 @@ torch = pytest.importorskip("torch")
 torch.set_num_threads(1)
 
 from kvdock.builder import build  # noqa: E402
-from kvdock.builtin import BUILTINS  # noqa: E402
 from kvdock.device import DeviceInfo  # noqa: E402
 from kvdock.errors import SlotError, UnsupportedCombination  # noqa: E402
 from kvdock.model import LayerSpec, MHAParams, MLAParams, ModelSpec  # noqa: E402
 from kvdock.options import Parallelism, make_options  # noqa: E402
 from kvdock.planner import plan_from  # noqa: E402
-from kvdock.plugins.loading import Registry  # noqa: E402
+from kvdock.startup import core_only  # noqa: E402
 
 CPU = DeviceInfo(device_type="cpu", name="cpu", total_bytes=2**24, free_before_load_bytes=2**24, free_bytes=2**24)
 MHA = LayerSpec(kind="mha", params=MHAParams(num_kv_heads=2, head_dim=8, v_head_dim=4))
@@ -21,9 +20,7 @@ MLA = LayerSpec(kind="mla", params=MLAParams(kv_lora_rank=16, qk_rope_head_dim=8
 
 
 def plan(*layers, tokens=8, page_size=4, granularity=1, **options):
-    registry = Registry()
-    for name, plugin in BUILTINS:
-        registry.add(plugin, name=name)
+    registry = core_only()
     model = ModelSpec(name="m", architecture="A", layers=layers, context_length=64, dtype="bfloat16")
     given = {"page_size": page_size, "max_total_tokens": tokens, "max_running_requests": 2, **options}
     device = DeviceInfo(**{f: getattr(CPU, f) for f in CPU.__struct_fields__} | {"granularity_bytes": granularity})

@@ -3,13 +3,12 @@
 import msgspec
 import pytest
 from kvdock.builder import build
-from kvdock.builtin import BUILTINS
 from kvdock.device import DeviceInfo
 from kvdock.errors import SlotError
 from kvdock.model import ConvBlock, ConvParams, LayerSpec, MHAParams, ModelSpec, RingParams, StateParams
 from kvdock.options import Parallelism, make_options
 from kvdock.planner import plan_from
-from kvdock.plugins.loading import Registry
+from kvdock.startup import core_only
 
 torch = pytest.importorskip("torch")
 torch.set_num_threads(1)
@@ -41,9 +40,7 @@ def model(*layers):
 
 
 def plan(*layers, drafts=(), tp=1, **options):
-    registry = Registry()
-    for name, plugin in BUILTINS:
-        registry.add(plugin, name=name)
+    registry = core_only()
     given = {"max_state_slots": 8, "max_total_tokens": 128, "prefix_cache": False, "max_running_requests": 4, **options}
     models = (model(*layers), *drafts)
     return plan_from(models, DEVICE, make_options(given), Parallelism(tp_size=tp), registry, budget_bytes=2**43)

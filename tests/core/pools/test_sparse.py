@@ -8,14 +8,13 @@ torch = pytest.importorskip("torch")
 torch.set_num_threads(1)
 
 from kvdock.builder import build  # noqa: E402
-from kvdock.builtin import BUILTINS  # noqa: E402
 from kvdock.device import DeviceInfo  # noqa: E402
 from kvdock.errors import SlotError  # noqa: E402
 from kvdock.model import LayerSpec, MHAParams, ModelSpec, SparseParams  # noqa: E402
 from kvdock.options import Parallelism, make_options  # noqa: E402
 from kvdock.planner import plan_from  # noqa: E402
-from kvdock.plugins.loading import Registry  # noqa: E402
 from kvdock.pools import IndexerPool, MHAPool, SparsePool  # noqa: E402
+from kvdock.startup import core_only  # noqa: E402
 
 CPU = DeviceInfo(device_type="cpu", name="cpu", total_bytes=2**24, free_before_load_bytes=2**24, free_bytes=2**24)
 HEADS = {"num_kv_heads": 4, "head_dim": 8, "v_head_dim": 8}
@@ -26,9 +25,7 @@ LAYERS = (PLAIN, KEYS, FULL, KEYS)
 
 
 def make(layers=LAYERS, page_size=4, tokens=16, tp=1, debug=False, **options):
-    registry = Registry()
-    for name, plugin in BUILTINS:
-        registry.add(plugin, name=name)
+    registry = core_only()
     model = ModelSpec(name="m", architecture="A", layers=layers, context_length=64, dtype="bfloat16")
     given = {"page_size": page_size, "max_total_tokens": tokens, "max_running_requests": 2, **options}
     plan = plan_from((model,), CPU, make_options(given), Parallelism(tp_size=tp), registry, budget_bytes=2**22)

@@ -13,6 +13,7 @@ from kvdock.model import ConvBlock, ConvParams, LayerSpec, MHAParams, ModelSpec,
 from kvdock.options import Parallelism, make_options
 from kvdock.planner import CachePlan, plan_from
 from kvdock.plugins.loading import Registry
+from kvdock.startup import core_only
 
 torch = pytest.importorskip("torch")
 torch.set_num_threads(1)
@@ -206,9 +207,7 @@ def test_planned_bytes_are_allocated_bytes(page_major, granularity, tp, rings):
 
 def test_a_plan_with_states_is_read_back_from_its_file():
     made = plan(SMALL, HEADS, replay_rings=True, speculative_algorithm="EAGLE", speculative_num_steps=2)
-    registry = Registry()
-    for name, plugin in BUILTINS:
-        registry.add(plugin, name=name)
+    registry = core_only()
     assert CachePlan.from_json(made.to_json(), registry).to_json() == made.to_json()
 
 

@@ -2,11 +2,10 @@
 
 import kvdock
 import pytest
-from kvdock.builtin import BUILTINS
 from kvdock.device import DeviceInfo
 from kvdock.errors import SlotError
 from kvdock.model import DSAParams, LayerSpec, ModelSpec
-from kvdock.plugins.loading import Registry
+from kvdock.startup import core_only
 
 torch = pytest.importorskip("torch")
 torch.set_num_threads(1)
@@ -17,9 +16,7 @@ DSA = LayerSpec(kind="dsa", params=DSAParams(kv_lora_rank=128, qk_rope_head_dim=
 
 def cache_of(context=64, device="cpu", debug=True, **options):
     """32 device slots, 64 full and host slots, pages of 4; a buffer is 8 slots and a page of 4."""
-    registry = Registry()
-    for name, plugin in BUILTINS:
-        registry.add(plugin, name=name)
+    registry = core_only()
     model = ModelSpec(name="m", architecture="M", layers=(DSA, DSA), context_length=context, dtype="bfloat16")
     given = {"page_size": 4, "hisparse": True, "max_running_requests": 2, "hisparse_top_k": 4, "max_total_tokens": 32}
     plan = kvdock.plan(model, device=DEVICE, options=given | options, budget_bytes=2**27, registry=registry)

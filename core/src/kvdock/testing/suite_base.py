@@ -8,13 +8,12 @@ from typing import Any, ClassVar
 import pytest
 
 from kvdock.builder import build
-from kvdock.builtin import BUILTINS
 from kvdock.cache import KVCache
 from kvdock.device import DeviceInfo
 from kvdock.model import LayerSpec, MHAParams, ModelSpec
 from kvdock.options import Parallelism, make_options
 from kvdock.planner import CachePlan, plan_from
-from kvdock.plugins.loading import Registry
+from kvdock.startup import core_only
 
 SMALL_MODEL = ModelSpec(
     name="conformance",
@@ -80,9 +79,7 @@ class Suite:
 
     def planned(self, page_size: int, **more: Any) -> CachePlan:
         """Return a plan with pages of `page_size`, and with `more` options than the suite names."""
-        registry = Registry()
-        for name, plugin in BUILTINS:
-            registry.add(plugin, name=name, tier="core")
+        registry = core_only()
         for name, plugin in self.plugins:
             registry.add(plugin, name=name, tier="hardware")
         options = make_options({"page_size": page_size, **self.options, **more})
