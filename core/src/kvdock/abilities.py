@@ -87,3 +87,38 @@ class Awaits(Protocol):
 
     def start(self, requests: Sequence[Hashable]) -> list[int] | None:
         """Let requests run that have arrived."""
+
+
+@runtime_checkable
+class KeepsTiers(Protocol):
+    """An allocator whose tokens give back their device rows before their slots, and whose requests hold more."""
+
+    def alloc_logical_extend(
+        self,
+        prefix_lens: torch.Tensor,
+        prefix_lens_cpu: Sequence[int],
+        seq_lens: torch.Tensor,
+        seq_lens_cpu: Sequence[int],
+        last_loc: torch.Tensor,
+        extend_num_tokens: int,
+        owners: Sequence[Any] | None = None,
+    ) -> torch.Tensor | None:
+        """Return slots for tokens whose rows go to the host directly."""
+
+    def free_device_rows(
+        self, table: torch.Tensor, rows: Sequence[int], starts: Sequence[int], ends: Sequence[int]
+    ) -> None:
+        """Give back the device rows of the tokens ``starts[i] … ends[i]``."""
+
+    def free_rows(
+        self,
+        table: torch.Tensor,
+        rows: Sequence[int],
+        starts: Sequence[int],
+        ends: Sequence[int],
+        device_starts: Sequence[int] | None = None,
+    ) -> None:
+        """Give back slots and device rows; `device_starts` is where `free_device_rows` ended."""
+
+    def release(self, request: Hashable) -> None:
+        """Give back what a request holds beside its tokens."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING
 
-from kvdock.abilities import Awaits, Evicts, HoldsStates, KeepsStates, TakesTails
-from kvdock.allocators.held import KeepsTiers
+from kvdock.abilities import Awaits, Evicts, HoldsStates, KeepsStates, KeepsTiers, TakesTails
 from kvdock.allocators.lengths import on_host, to_device
 from kvdock.allocators.window import swa_tail_start
 from kvdock.errors import BuildError, SlotError

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvdock.allocators import lengths
 from kvdock.errors import SlotError
@@ -14,43 +14,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvdock.allocators.base import Allocator
-
-    Lens = Sequence[int] | torch.Tensor
-
-
-@runtime_checkable
-class KeepsTiers(Protocol):
-    """An allocator whose tokens give back their device rows before their slots, and whose requests hold more."""
-
-    def alloc_logical_extend(
-        self,
-        prefix_lens: torch.Tensor,
-        prefix_lens_cpu: Lens,
-        seq_lens: torch.Tensor,
-        seq_lens_cpu: Lens,
-        last_loc: torch.Tensor,
-        extend_num_tokens: int,
-        owners: Sequence[Any] | None = None,
-    ) -> torch.Tensor | None:
-        """Return slots for tokens whose rows go to the host directly."""
-
-    def free_device_rows(
-        self, table: torch.Tensor, rows: Sequence[int], starts: Sequence[int], ends: Sequence[int]
-    ) -> None:
-        """Give back the device rows of the tokens ``starts[i] … ends[i]``."""
-
-    def free_rows(
-        self,
-        table: torch.Tensor,
-        rows: Sequence[int],
-        starts: Sequence[int],
-        ends: Sequence[int],
-        device_starts: Sequence[int] | None = None,
-    ) -> None:
-        """Give back slots and device rows; `device_starts` is where `free_device_rows` ended."""
-
-    def release(self, request: Hashable) -> None:
-        """Give back what a request holds beside its tokens."""
 
 
 class HeldPages:

@@ -117,7 +117,7 @@ class HybridDecodeReqToTokenPool(DecodeReqToTokenPool, HybridReqToTokenPool):
         Raises:
             SlotError: a request has no row; nothing changes.
         """
-        arrived = [request for request in requests if request in self.arriving()]
+        arrived = [request for request in requests if request in self._arriving]
         rows = super().start(requests)
         if rows is not None:
             self.states_arrived(arrived)
