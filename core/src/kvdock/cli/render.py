@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
@@ -180,12 +180,14 @@ def _bar(plan: CachePlan, cells: str) -> Text:
 
 def draw_report(report: Report) -> None:
     """Print what a run did."""
+    checked = f"{report.checks:,} (a token in a layer each), all right"
     rows = [
         ("requests", f"{report.finished:,} of {report.arrived:,} served"),
         ("rejected", f"{report.rejected:,} longer than {report.longest_tokens:,} tokens"),
         ("tokens written", f"{report.tokens_written:,} in {report.steps:,} steps"),
         ("time", f"{report.seconds:.2f} s, {report.tokens_per_second:,.0f} tokens/s"),
-        ("values checked", f"{report.checks:,} (a token in a layer each), all right"),
+        ("values checked", checked if report.checks else "none: no layer of this rank keeps KV"),
+        *_report_of_states(report),
         ("failed admissions", f"{report.failed_admissions:,}"),
         ("preemptions", f"{report.preemptions:,}, swapped out to the host and back"),
         ("shared prefixes", f"{report.shared_tokens:,} tokens"),
@@ -195,3 +197,14 @@ def draw_report(report: Report) -> None:
         ("check", "; ".join(report.problems) or "passed"),
     ]
     console().print(_grid(rows))
+
+
+def _report_of_states(report: Report) -> Iterator[tuple[str, str]]:
+    """Yield what concerns states and requests that arrive, where there are such."""
+    if report.state_checks:
+        forked = f"{report.forks:,} begun with the state of a prefix"
+        others = f"{report.tracked:,} tracked, {report.committed:,} from snapshots of drafts"
+        yield "states checked", f"{report.state_checks:,} (a tensor of a layer each), all right"
+        yield "states", f"{forked}, {others}"
+    if report.received:
+        yield "received", f"{report.received:,} requests that arrived with their KV"

@@ -235,6 +235,7 @@ class _Run:
         if request.saved is not None:
             request.start = request.length = request.evicted = request.saved.first
             request.lost = request.saved.lost
+            self.slots.skip(request, request.saved.first)
             self.states.load(request, request.saved.states)
         elif self.rng.random() < self.sharing:
             self.shared_tokens += self.slots.share(request)
@@ -283,12 +284,8 @@ class _Run:
 
     def _load(self, request: Request, slots: torch.Tensor) -> None:
         """Bring a request's next tokens back from the host."""
-        saved = request.saved
-        if saved is None:
-            return
-        self.slots.load(saved, request.length, slots)
-        if request.length == saved.first > 0:
-            self.cache.hold_prefix(request.name, evicted=saved.first)
+        if request.saved is not None:
+            self.slots.load(request.saved, request.length, slots)
 
     def _end_loading(self) -> None:
         """Compare all of the requests that are back from the host."""

@@ -181,6 +181,12 @@ class Slots:
         """Write slots into the row of a request, from column `start` on."""
         self.rows.write([request.row], [start], [start + slots.shape[0]], slots)
 
+    def skip(self, request: Request, tokens: int) -> None:
+        """Begin the row of a request with `tokens` tokens that left the window of every layer: they have no slots."""
+        if tokens:
+            self.write_row(request, 0, self._tensor([0] * tokens))
+            self.cache.hold_prefix(request.name, evicted=tokens)
+
     def evict(self, requests: list[Request], at_least: int) -> bool:
         """Give back what left the window, where that is `at_least` tokens; tell whether anything was."""
         window = self.window
