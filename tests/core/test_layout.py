@@ -3,7 +3,7 @@ import pytest
 from kvdock import dtypes
 from kvdock.device import DeviceInfo
 from kvdock.errors import PlanError
-from kvdock.layout import Buffer, LayerGroup, SizeRule, Space, Unit, round_up
+from kvdock.layout import Buffer, LayerGroup, Share, SizeRule, Space, Unit, round_up
 from kvdock.model import LayerParams, LayerSpec, MHAParams, ModelSpec, model_from_builtins, model_to_builtins
 
 MHA = MHAParams(num_kv_heads=8, head_dim=128, v_head_dim=128)
@@ -80,7 +80,6 @@ def test_a_buffer_that_makes_no_sense_is_refused(fields, message):
         ({"per_token": (1, 0)}, "per_token"),
         ({"fixed": -1}, "fixed=-1"),
         ({"round_to": 0}, "round_to=0"),
-        ({"at_most_share": (3, 2)}, "more than the whole budget"),
         ({"per_token": 0.8}, "size rule: per_token=0.8 does not fit: give a pair of whole numbers"),
         ({"per_token": (1, 2, 3)}, r"per_token=\(1, 2, 3\) does not fit"),
         ({"at_least": True}, "at_least=True does not fit: give a whole number"),
@@ -230,3 +229,10 @@ def test_a_device_cannot_have_more_free_after_loading():
 @pytest.mark.parametrize(("value", "multiple", "result"), [(0, 16, 0), (1, 16, 16), (16, 16, 16), (17, 16, 32)])
 def test_round_up(value, multiple, result):
     assert round_up(value, multiple) == result
+
+
+def test_a_share_is_a_part_of_the_budget():
+    with pytest.raises(PlanError, match="more than the whole budget"):
+        Share(of_budget=(3, 2))
+    with pytest.raises(PlanError, match="beside"):
+        Share(of_budget=(1, 2), beside=(("requests", (1, 0)),))

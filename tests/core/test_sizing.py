@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kvdock.errors import BudgetError, PlanError
-from kvdock.layout import Buffer, SizeRule, Space, Unit
+from kvdock.layout import Buffer, Share, SizeRule, Space, Unit
 from kvdock.sizing import Problem, Solver, largest, ordered, smallest, token_factors
 
 FULL = Space(name="full", rule=SizeRule(per_token=(1, 1), needs=2))
@@ -67,7 +67,9 @@ def test_rounding_up_is_for_caps():
 
 def test_a_share_caps_a_space_at_its_own_buffers():
     requests = Space(
-        name="requests", rule=SizeRule(at_least=100, at_most_share=(1, 4), needs=1), issued_by="request_pool"
+        name="requests",
+        rule=SizeRule(at_least=100, shares=(Share(of_budget=(1, 4)),), needs=1),
+        issued_by="request_pool",
     )
     table = kv(10, space="requests")
     # a quarter of 1000 bytes holds 25 rows, one of them padding
@@ -76,9 +78,30 @@ def test_a_share_caps_a_space_at_its_own_buffers():
 
 def test_a_share_never_goes_below_what_is_needed():
     requests = Space(
-        name="requests", rule=SizeRule(at_least=100, at_most_share=(1, 100), needs=1), issued_by="request_pool"
+        name="requests",
+        rule=SizeRule(at_least=100, shares=(Share(of_budget=(1, 100)),), needs=1),
+        issued_by="request_pool",
     )
     assert Solver(problem([FULL, requests], [kv(1), kv(400, space="requests")]), 1000).sizes(50)["requests"] == 1
+
+
+def test_a_share_counts_states_apart_from_tables():
+    shares = (Share(of_budget=(1, 4), counts="kv"), Share(of_budget=(1, 2), counts="bookkeeping"))
+    requests = Space(name="requests", rule=SizeRule(at_least=100, shares=shares, needs=1), issued_by="request_pool")
+    table = kv(10, space="requests")
+    state = kv(2, space="requests", is_kv=True)
+    # half of 1000 bytes holds 50 rows of the table, a quarter 125 of the states; a row of each is padding
+    assert Solver(problem([FULL, requests], [kv(1), table, state]), 1000).sizes(500)["requests"] == 49
+
+
+def test_a_share_pays_for_what_follows_its_space():
+    # three slots serve a request: 10 bytes a slot and 30 a request are 20 bytes a slot, padding of both aside
+    share = Share(of_budget=(1, 2), beside=(("requests", (1, 3)),))
+    states = Space(name="state", rule=SizeRule(fixed=10**6, shares=(share,), needs=1), issued_by="request_pool")
+    requests = Space(name="requests", rule=SizeRule(fixed=4), issued_by="request_pool")
+    buffers = [kv(1), kv(10, space="state", guard=0), kv(30, space="requests", guard=0)]
+    # half of 1,205 bytes: 30 slots and the snapshots of 10 requests take 600, a slot more 610
+    assert Solver(problem([FULL, states, requests], buffers), 1205).sizes(50)["state"] == 30
 
 
 def test_an_addressing_limit_stops_the_growth_and_says_so():

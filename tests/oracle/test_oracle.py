@@ -61,7 +61,7 @@ def outline_of(case):
     registry = core_only()
     options = make_options(values)
     models, _ = read_models(case["hf_config"], options, registry)
-    return draw_outline(models, DEVICE, options, parallel, registry)
+    return draw_outline(models, DEVICE, options, (parallel,) * len(models), registry)
 
 
 def budget_of(case):
@@ -93,7 +93,7 @@ def engine_buffers(outline):
 
 def engine_solver(case, outline):
     spaces = dict(outline.spaces)
-    rule = msgspec.structs.replace(spaces["requests"].rule, at_most_share=None)
+    rule = msgspec.structs.replace(spaces["requests"].rule, shares=())
     spaces["requests"] = msgspec.structs.replace(spaces["requests"], rule=rule)
     cap = case["options"].get("max_total_tokens")
     if case["options"].get("pp", 1) > 1:

@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvdock.builder import build as build
     from kvdock.cache import KVCache as KVCache
+    from kvdock.compat import compatible as compatible
+    from kvdock.compat import layout_fingerprint as layout_fingerprint
+    from kvdock.deployment import Deployment as Deployment
+    from kvdock.deployment import plan_ranks as plan_ranks
     from kvdock.device import DeviceInfo as DeviceInfo
+    from kvdock.differences import diff as diff
     from kvdock.edge import plan as plan
     from kvdock.errors import BudgetError as BudgetError
     from kvdock.errors import BuildError as BuildError
@@ -21,6 +26,7 @@ if TYPE_CHECKING:
     from kvdock.hookspecs import hookimpl as hookimpl
     from kvdock.layout import Buffer as Buffer
     from kvdock.layout import LayerGroup as LayerGroup
+    from kvdock.layout import Share as Share
     from kvdock.layout import SizeRule as SizeRule
     from kvdock.layout import Space as Space
     from kvdock.layout import Unit as Unit
@@ -30,6 +36,7 @@ if TYPE_CHECKING:
     from kvdock.model import MLAParams as MLAParams
     from kvdock.model import ModelSpec as ModelSpec
     from kvdock.options import CacheOptions as CacheOptions
+    from kvdock.options import Draft as Draft
     from kvdock.options import Parallelism as Parallelism
     from kvdock.planner import CachePlan as CachePlan
     from kvdock.planner import plan_from as plan_from
@@ -39,13 +46,16 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "builder": "build",
+    "compat": "compatible layout_fingerprint",
+    "deployment": "Deployment plan_ranks",
     "device": "DeviceInfo",
+    "differences": "diff",
     "edge": "plan",
     "errors": "BudgetError BuildError KVDockError PlanError PluginError SlotError UnsupportedCombination",
     "hookspecs": "CONTRACT hookimpl",
-    "layout": "Buffer LayerGroup SizeRule Space Unit",
+    "layout": "Buffer LayerGroup Share SizeRule Space Unit",
     "model": "LayerParams LayerSpec MHAParams MLAParams ModelSpec",
-    "options": "CacheOptions Parallelism",
+    "options": "CacheOptions Draft Parallelism",
     "planner": "CachePlan plan_from",
     "plugins.loading": "Registry",
 }

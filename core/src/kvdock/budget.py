@@ -7,83 +7,160 @@ from typing import Literal
 
 import msgspec
 
+from kvdock.demand import draft_tokens
 from kvdock.device import DeviceInfo
 from kvdock.errors import BudgetError, PlanError
+from kvdock.layout import STATE
 from kvdock.options import CacheOptions, exact_ratio
+from kvdock.queries import RequestQuery
 
-GIB = 2**30
+GIB, MIB = 2**30, 2**20
+LARGE_DEVICE_BYTES = 60 * GIB
+"""A device above this keeps 10 GiB free where states are backed late."""
+LEAST_ACTIVATION_TOKENS = 2048
 
 
 class Budget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Bytes for everything that kvdock allocates on one device, and where they come from.
 
-    `base` is ``given`` (the caller's number) or ``fraction``: ``free - slack`` with
-    ``slack = memory free before loading · (1 - mem_fraction_static)``. `free_bytes` has the weights taken off.
+    `base` is ``given`` (the caller's number) or ``fraction``: ``free - weights - reserve - slack`` with
+    ``slack = memory free before loading · (1 - mem_fraction_static)``, but at least `least_slack_bytes`.
+    `free_bytes` is what tokens that a user states outright may take: all that is free but weights, reserve and
+    the least slack. `weights_source` says where the weights were counted, unless the caller gave them.
     """
 
     nbytes: int
     base: Literal["given", "fraction"]
     free_bytes: int
     slack_bytes: int = 0
+    least_slack_bytes: int = 0
     weights_bytes: int = 0
+    weights_source: str = ""
+    reserve_bytes: int = 0
     note: str = ""
 
 
 def show_bytes(nbytes: int) -> str:
     """Return bytes for a person: ``1.50 GiB (1,610,612,736 bytes)``."""
-    for unit, size in (("GiB", GIB), ("MiB", 2**20), ("KiB", 2**10)):
+    for unit, size in (("GiB", GIB), ("MiB", MIB), ("KiB", 2**10)):
         if abs(nbytes) >= size:
             return f"{nbytes / size:.2f} {unit} ({nbytes:,} bytes)"
     return f"{nbytes:,} bytes"
 
 
 def find_budget(
-    device: DeviceInfo, options: CacheOptions, budget_bytes: int | None, weights_bytes: int | None
+    device: DeviceInfo,
+    options: CacheOptions,
+    budget_bytes: int | None,
+    weights_bytes: int | None,
+    *,
+    weights_source: str = "",
+    reserve_bytes: int | None = None,
+    least_slack_bytes: int = 0,
 ) -> Budget:
-    """Return the budget: `budget_bytes` if given, else the device's free memory less weights and slack.
+    """Return the budget: `budget_bytes` if given, else the device's free memory less weights, reserve and slack.
 
     The result may be negative; whether anything fits is the solver's to say.
 
     Raises:
-        BudgetError: a given budget is more than is free on the device.
-        PlanError: a given number is negative, or weights are given beside a budget that they do not touch.
+        BudgetError: a given budget, or the weights and the reserve, are more than is free on the device.
+        PlanError: a given number is negative, or weights or a reserve are given beside a budget that they do not touch.
     """
-    for name, value in (("budget_bytes", budget_bytes), ("weights_bytes", weights_bytes)):
+    taken = {"weights_bytes": weights_bytes, "reserve_bytes": reserve_bytes}
+    for name, value in {"budget_bytes": budget_bytes, **taken}.items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63):
             raise PlanError(f"{name}={value!r} is no number of bytes; give a whole number from 0 to 2^63 - 1")
-    if budget_bytes is not None:
-        if budget_bytes > device.free_bytes:
-            raise BudgetError(
-                f"budget_bytes={budget_bytes} is more than the {device.free_bytes} bytes that are free on "
-                f"{device.name}; give at most {device.free_bytes}, or leave it out for a share of that memory",
-                needed_bytes=budget_bytes,
-                budget_bytes=device.free_bytes,
-            )
-        if weights_bytes:
-            raise PlanError("budget_bytes is what the cache may take, so weights_bytes has no effect; give one of them")
-        return Budget(
-            nbytes=budget_bytes, base="given", free_bytes=budget_bytes, note=f"{show_bytes(budget_bytes)}, as given"
+    if budget_bytes is None:
+        claims = Budget(
+            nbytes=0,
+            base="fraction",
+            free_bytes=device.free_bytes - (weights_bytes or 0) - (reserve_bytes or 0) - least_slack_bytes,
+            least_slack_bytes=least_slack_bytes,
+            weights_bytes=weights_bytes or 0,
+            weights_source=weights_source,
+            reserve_bytes=reserve_bytes or 0,
         )
-    return _fraction_budget(device, options, weights_bytes or 0)
-
-
-def _fraction_budget(device: DeviceInfo, options: CacheOptions, weights_bytes: int) -> Budget:
-    fraction = Fraction(*exact_ratio(options.mem_fraction_static or 1))
-    slack = -int(-device.free_before_load_bytes * (1 - fraction) // 1)
-    free = device.free_bytes - weights_bytes
-    weights = f" - weights {show_bytes(weights_bytes)}" if weights_bytes else ""
+        return _fraction_budget(device, options, claims)
+    if budget_bytes > device.free_bytes:
+        raise BudgetError(
+            f"budget_bytes={budget_bytes} is more than the {device.free_bytes} bytes that are free on "
+            f"{device.name}; give at most {device.free_bytes}, or leave it out for a share of that memory",
+            needed_bytes=budget_bytes,
+            budget_bytes=device.free_bytes,
+        )
+    for name, value in taken.items():
+        if value:
+            raise PlanError(f"budget_bytes is what the cache may take, so {name} has no effect; give one of them")
     return Budget(
-        nbytes=free - slack,
-        base="fraction",
-        free_bytes=free,
-        slack_bytes=slack,
-        weights_bytes=weights_bytes,
-        note=(
-            f"free {show_bytes(device.free_bytes)}{weights} - slack {show_bytes(slack)}, the slack being "
-            f"{float(1 - fraction):.3g} (1 - mem_fraction_static) of the {show_bytes(device.free_before_load_bytes)} "
-            f"free before loading"
-        ),
+        nbytes=budget_bytes, base="given", free_bytes=budget_bytes, note=f"{show_bytes(budget_bytes)}, as given"
     )
+
+
+def _fraction_budget(device: DeviceInfo, options: CacheOptions, claims: Budget) -> Budget:
+    """Return the budget that a share of the device's memory leaves beside what else is claimed of it."""
+    _refuse_claims(device, claims)
+    fraction = Fraction(*exact_ratio(options.mem_fraction_static or 1))
+    slack = _slack(device, fraction, claims.least_slack_bytes)
+    text = f"free {show_bytes(device.free_bytes)}"
+    if claims.weights_bytes:
+        text += f" - weights {show_bytes(claims.weights_bytes)} {claims.weights_source}".rstrip()
+    if claims.reserve_bytes:
+        text += f" - reserve {show_bytes(claims.reserve_bytes)}"
+    text += (
+        f" - slack {show_bytes(slack)}, the slack being {float(1 - fraction):.3g} (1 - mem_fraction_static) of the "
+        f"{show_bytes(device.free_before_load_bytes)} free before loading"
+    )
+    if slack > _slack(device, fraction, 0):
+        text += ", raised to what late_backing keeps free for activations"
+    return msgspec.structs.replace(
+        claims,
+        nbytes=device.free_bytes - claims.weights_bytes - claims.reserve_bytes - slack,
+        slack_bytes=slack,
+        note=text,
+    )
+
+
+def _refuse_claims(device: DeviceInfo, claims: Budget) -> None:
+    """Refuse weights, or weights and a reserve, that the device does not hold.
+
+    Raises:
+        BudgetError: always then.
+    """
+    needed = claims.weights_bytes + claims.reserve_bytes
+    if needed <= device.free_bytes:
+        return
+    what = f"the weights take {show_bytes(claims.weights_bytes)} {claims.weights_source}".rstrip()
+    advice = "use more ranks (tp_size, pp_size) or a larger device"
+    if claims.reserve_bytes:
+        what += f" and reserve_bytes (--reserve) keeps {show_bytes(claims.reserve_bytes)}"
+        advice = "give a smaller reserve, " + advice
+    raise BudgetError(
+        f"{what}, more than the {show_bytes(device.free_bytes)} that are free on {device.name}; {advice}",
+        needed_bytes=needed,
+        budget_bytes=device.free_bytes,
+    )
+
+
+def late_slack_bytes(query: RequestQuery) -> int:
+    """Return the bytes that states backed late leave for activations, at least; 0 without such states.
+
+    512 MiB, 1.5 MiB for each token of a batch and 1/8 GiB for each rank; 10 GiB at least on a large device.
+    """
+    if not query.options.late_backing or STATE not in query.spaces:
+        return 0
+    ranks = query.parallel.tp_size * query.parallel.pp_size
+    least = 512 * MIB + activation_tokens(query) * 3 * MIB // 2 + ranks * GIB // 8
+    return max(least, 10 * GIB) if query.device.total_bytes > LARGE_DEVICE_BYTES else least
+
+
+def activation_tokens(query: RequestQuery) -> int:
+    """Return the tokens of the largest batch that runs at once: a decode step's in role decode, else a prefill chunk's."""
+    options = query.options
+    if options.role == "decode":
+        tokens = (options.max_running_requests or 1) * max(1, draft_tokens(query))
+    else:
+        tokens = options.chunked_prefill_size or options.max_prefill_tokens or 0
+    return max(tokens, LEAST_ACTIVATION_TOKENS)
 
 
 def refuse_budget(error: BudgetError, budget: Budget, device: DeviceInfo, options: CacheOptions) -> BudgetError:
@@ -111,15 +188,21 @@ def _less(options: CacheOptions) -> str:
 
 
 def _fraction_advice(needed: int, budget: Budget, device: DeviceInfo, fraction: float | None) -> str:
-    spare = budget.free_bytes - needed
-    if spare < 0:
+    """Return the smallest fraction that works and what it leaves, or that none does."""
+    spare = budget.free_bytes + budget.least_slack_bytes - needed
+    if spare < budget.least_slack_bytes:
         return (
-            f"no mem_fraction_static helps, since only {show_bytes(max(0, budget.free_bytes))} are free "
-            f"of weights on {device.name} (weights {show_bytes(budget.weights_bytes)}): use more ranks or a larger device"
+            f"no mem_fraction_static helps, since only {show_bytes(max(0, budget.free_bytes))} of {device.name} are "
+            f"free beside what else takes memory ({budget.note}): use more ranks or a larger device"
         )
-    least = 1 - Fraction(spare, device.free_before_load_bytes)
-    rounded = -(-least * 1000 // 1) / 1000
+    least = Fraction(max(1, -(-(1 - Fraction(spare, device.free_before_load_bytes)) * 1000 // 1)), 1000)
+    alone = ": weights and what else is loaded exceed its share" if budget.nbytes <= 0 else ""
     return (
-        f"mem_fraction_static={fraction} leaves too little ({budget.note}); the smallest that works is "
-        f"{float(rounded):.3f}"
+        f"mem_fraction_static={fraction} leaves too little{alone} ({budget.note}); the smallest that works is "
+        f"{float(least):.3f}, with {show_bytes(_slack(device, least, budget.least_slack_bytes))} left for activations"
     )
+
+
+def _slack(device: DeviceInfo, fraction: Fraction, least_bytes: int) -> int:
+    """Return what a fraction of the memory free before loading leaves, rounded up, but at least `least_bytes`."""
+    return max(-int(-device.free_before_load_bytes * (1 - fraction) // 1), least_bytes)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -15,15 +15,21 @@ from kvdock.checked import converted, show
 from kvdock.device import DeviceInfo
 from kvdock.errors import PlanError
 from kvdock.families.config import load_config
+from kvdock.fitting import replay
 from kvdock.model import ModelSpec
-from kvdock.options import CacheOptions, Parallelism, make_options, make_parallelism
-from kvdock.planner import CachePlan, plan_from
+from kvdock.options import CacheOptions, Draft, Parallelism, drafts_of, make_options, make_parallelism
+from kvdock.planner import Asked, CachePlan, PlanSteps, plan_steps
 from kvdock.plugins import report, resolve
 from kvdock.plugins.loading import Registry
 from kvdock.plugins.report import Row
 from kvdock.plugins.resolve import Decision
 from kvdock.queries import ModelQuery
+from kvdock.ranks import agree_over
 from kvdock.startup import candidates, check_names, installed
+from kvdock.weights import weights_of
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 Model = str | os.PathLike[str] | Mapping[str, Any] | ModelSpec
 
@@ -39,7 +45,9 @@ def plan(
     parallel: Parallelism | Mapping[str, Any] | None = None,
     budget_bytes: int | None = None,
     weights_bytes: int | None = None,
+    reserve_bytes: int | None = None,
     registry: Registry | None = None,
+    group: ProcessGroup | None = None,
 ) -> CachePlan:
     """Plan the KV cache of a model on one rank of a deployment.
 
@@ -50,22 +58,82 @@ def plan(
         options: `CacheOptions`, or names and values.
         parallel: `Parallelism`, or names and values.
         budget_bytes: bytes for everything that kvdock allocates, instead of a share of the device's memory.
-        weights_bytes: bytes that the weights take of a device's memory on this rank.
+        weights_bytes: bytes that the weights take of a device's memory on this rank. ``None``: for a device that is
+            not live, what the safetensors headers in the model folder say, where there are any.
+        reserve_bytes: bytes of a device's memory to leave for activations and graphs, beside the slack.
         registry: plugins to ask, instead of those that are installed.
+        group: the process group (``torch.distributed``) of the ranks that have to agree; every rank calls this.
 
     Raises:
         KVDockError: what cannot be served, and what would work.
     """
-    chosen = make_options(options)
-    sizes = make_parallelism(parallel)
-    budget_bytes = _whole_bytes("budget_bytes", budget_bytes)
-    weights_bytes = _whole_bytes("weights_bytes", weights_bytes)
-    _check_kinds(device, registry)
-    registry = registry if registry is not None else _registry_for(device, chosen, budget_bytes)
-    info = find_device(device, registry, budget_bytes)
-    models, read_by = read_models(model, chosen, registry)
-    made = plan_from(models, info, chosen, sizes, registry, budget_bytes=budget_bytes, weights_bytes=weights_bytes)
-    return msgspec.structs.replace(made, read_by=read_by)
+    start = Start(
+        model=model,
+        device=device,
+        options=make_options(options),
+        parallel=make_parallelism(parallel),
+        budget_bytes=budget_bytes,
+        weights_bytes=weights_bytes,
+        reserve_bytes=reserve_bytes,
+        registry=registry,
+    )
+    if group is None:
+        return replay(start(), ())
+    return agree_over(group, start, start.alike())
+
+
+class Start(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank plans with; calling it reads files, probes the device and begins to plan. Fields as in `plan`."""
+
+    model: Any
+    device: Any
+    options: CacheOptions
+    parallel: Parallelism
+    budget_bytes: Any = None
+    weights_bytes: Any = None
+    reserve_bytes: Any = None
+    registry: Any = None
+
+    def __call__(self, rank: int = 0, ranks: int = 1) -> PlanSteps:
+        """Begin to plan as `rank` of `ranks`."""
+        budget_bytes = _whole_bytes("budget_bytes", self.budget_bytes)
+        asked = Asked(
+            budget_bytes=budget_bytes,
+            weights_bytes=_whole_bytes("weights_bytes", self.weights_bytes),
+            reserve_bytes=_whole_bytes("reserve_bytes", self.reserve_bytes),
+            rank=rank,
+            ranks=ranks,
+        )
+        _check_kinds(self.device, self.registry)
+        registry = self.registry
+        if registry is None:
+            registry = _registry_for(self.device, self.options, budget_bytes)
+        info = find_device(self.device, registry, budget_bytes)
+        models, read_by = read_models(self.model, self.options, registry)
+        asked = _with_weights(asked, self.model, models[0], info, self.options, self.parallel)
+        made = yield from plan_steps(models, info, self.options, self.parallel, registry, asked)
+        return msgspec.structs.replace(made, read_by=read_by)
+
+    def alike(self) -> str:
+        """Return what all ranks of a deployment have in common: options and parallel sizes, but for the rank's own."""
+        return repr((self.options, msgspec.structs.replace(self.parallel, pp_rank=0, cp_rank=0)))
+
+    def own(self) -> str:
+        """Return what may differ between the ranks of a deployment: place, device and memory."""
+        return repr((self.parallel, self.device, self.budget_bytes, self.weights_bytes, self.reserve_bytes))
+
+
+def _with_weights(
+    asked: Asked, source: Model, model: ModelSpec, info: DeviceInfo, options: CacheOptions, parallel: Parallelism
+) -> Asked:
+    """Add what the weights in the model's own folder take, unless the caller says it or the device shows it."""
+    is_idle = info.index is None and info.free_bytes == info.free_before_load_bytes
+    if not is_idle or asked.budget_bytes is not None or asked.weights_bytes is not None:
+        return asked
+    found = weights_of(source, model, options, parallel)
+    if found is None:
+        return asked
+    return msgspec.structs.replace(asked, weights_bytes=found.nbytes, weights_source=found.source)
 
 
 def _whole_bytes(name: str, nbytes: Any) -> int | None:
@@ -158,14 +226,40 @@ def _read_drafts(
                 "be read; leave draft out, or give another algorithm, for example EAGLE"
             )
         return []
-    if options.draft is not None:
-        name, draft = load_config(options.draft)
-        return [_ask(draft, options, registry, "draft", name)]
+    read: list[tuple[ModelSpec, Decision]] = []
+    for draft in drafts_of(options) or (Draft(),):
+        spec, decision = _read_draft(draft, config, options, registry)
+        read += [(part, decision) for part in _dealt_out(spec, draft.workers)]
+    return read
+
+
+def _dealt_out(spec: ModelSpec, workers: int) -> list[ModelSpec]:
+    """Return the models of the workers of a draft: its layers, dealt out evenly in order."""
+    if workers == 1:
+        return [spec]
+    share, rest = divmod(len(spec.layers), workers)
+    if rest or any(layer.shares_kv_with is not None for layer in spec.layers):
+        raise PlanError(
+            f"draft: workers={workers} cannot share the {len(spec.layers)} layers of {show(spec.name)} out evenly; give "
+            "a number of workers that divides them"
+        )
+    parts = (spec.layers[i * share : (i + 1) * share] for i in range(workers))
+    return [msgspec.structs.replace(spec, layers=layers) for layers in parts]
+
+
+def _read_draft(
+    draft: Draft, config: Mapping[str, Any] | None, options: CacheOptions, registry: Registry
+) -> tuple[ModelSpec, Decision]:
+    """Return one draft model: the one that is given, or the extra layers of the target's own config."""
+    algorithm = options.speculative_algorithm
+    if draft.model is not None:
+        name, own = load_config(draft.model)
+        return _ask(own, options, registry, "draft", name)
     advice = "give draft=path/to/config.json"
     if config is None:
         raise PlanError(f"speculative_algorithm={algorithm!r} needs a draft model; {advice}")
     try:
-        return [_ask(config, options, registry, "mtp", "draft layers")]
+        return _ask(config, options, registry, "mtp", "draft layers")
     except PlanError as error:
         raise PlanError(
             f"speculative_algorithm={algorithm!r} needs a draft model, and the target's config brings none ({error}); "

@@ -128,6 +128,9 @@ def _spaces(plan: CachePlan) -> Iterator[str]:
         )
 
 
+_COUNTED = {"kv": "states", "bookkeeping": "tables"}
+
+
 def rule_text(space: Space) -> str:
     """Return the size rule of a space as a formula."""
     rule = space.rule
@@ -147,8 +150,10 @@ def rule_text(space: Space) -> str:
         text += f", at most {rule.at_most:,}"
     for of, ratio in rule.at_most_of:
         text += f", at most {_factor(ratio, of)}"
-    if rule.at_most_share is not None:
-        text += f", within {rule.at_most_share[0]}/{rule.at_most_share[1]} of the budget"
+    for share in rule.shares:
+        what = "" if share.counts == "all" else f" for its {_COUNTED[share.counts]}"
+        beside = "".join(f" with those of {_factor(ratio, space.name)} {name}" for name, ratio in share.beside)
+        text += f", within {share.of_budget[0]}/{share.of_budget[1]} of the budget{what}{beside}"
     if rule.needs:
         text += f", of use from {rule.needs:,}"
     return text

@@ -57,14 +57,40 @@ def _check_ratio(owner: str, field: str, ratio: Ratio) -> None:
         raise PlanError(f"{owner}: {field}={ratio} is not a factor; give (numerator >= 0, denominator >= 1)")
 
 
+class Share(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A share of the budget that a space may take with its device buffers.
+
+    `counts` says which of them: all, those that layers read (``kv``: states, rings) or ``bookkeeping`` (tables).
+    `beside` names spaces whose counted buffers are paid from the same share, at ``size · factor`` rows.
+    """
+
+    of_budget: Ratio
+    counts: Literal["all", "kv", "bookkeeping"] = "all"
+    beside: tuple[tuple[str, Ratio], ...] = ()
+
+    def __post_init__(self) -> None:
+        check_fields(self, "share:")
+        _check_ratio("share", "of_budget", self.of_budget)
+        if self.of_budget[0] > self.of_budget[1]:
+            raise PlanError(f"share: of_budget={self.of_budget} is more than the whole budget")
+        for _, ratio in self.beside:
+            _check_ratio("share", "beside", ratio)
+
+    def covers(self, buffer: Buffer, space: str) -> bool:
+        """Return whether the share of `space` pays for a buffer."""
+        names = (space, *(name for name, _ in self.beside))
+        counted = self.counts == "all" or buffer.is_kv == (self.counts == "kv")
+        return buffer.space in names and buffer.memory == "device" and counted
+
+
 class SizeRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How many usable slots a space has, as data.
 
     ``size = min(at_most, caps, max(at_least, round(per_token · of + per_request · requests + fixed)))``
 
     `of` is ``"tokens"`` or another space; `per_request` multiplies the size of the space ``requests``.
-    `at_most_of` caps the size at factors of other spaces (or of the tokens); `at_most_share` caps it
-    at the largest size whose own buffers stay within that share of the budget (never below `needs`).
+    `at_most_of` caps the size at factors of other spaces (or of the tokens); `shares` cap it
+    at the largest size whose buffers stay within each share of the budget (never below `needs`).
     All factors are exact and non-negative, so sizes never
     shrink when the tokens grow. `needs` is the smallest size that is of any use: a plan with less is refused.
     """
@@ -76,7 +102,7 @@ class SizeRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     at_least: int = 0
     at_most: int | None = None
     at_most_of: tuple[tuple[str, Ratio], ...] = ()
-    at_most_share: Ratio | None = None
+    shares: tuple[Share, ...] = ()
     round: Literal["down", "up"] = "down"
     round_to: int = 1
     needs: int = 0
@@ -87,10 +113,6 @@ class SizeRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         _check_ratio("size rule", "per_request", self.per_request)
         for _, ratio in self.at_most_of:
             _check_ratio("size rule", "at_most_of", ratio)
-        if self.at_most_share is not None:
-            _check_ratio("size rule", "at_most_share", self.at_most_share)
-            if self.at_most_share[0] > self.at_most_share[1]:
-                raise PlanError(f"size rule: at_most_share={self.at_most_share} is more than the whole budget")
         for field in ("fixed", "at_least", "needs"):
             if getattr(self, field) < 0:
                 raise PlanError(f"size rule: {field}={getattr(self, field)} is negative")

@@ -25,6 +25,30 @@ ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "MTP", "STANDALONE", "DFLASH", "NGRAM"
 """Ways to speculate; a name is taken in any case and kept in capitals."""
 
 
+class Draft(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A draft model that runs with parallel sizes of its own, or as several workers.
+
+    `model` is a config file, a model folder or a config as data; ``None``: the extra layers of the target's config.
+    `tp_size` and `dp_attention` replace the target's. `workers` deals the layers out to so many workers in turn, each
+    with pools of its own.
+    """
+
+    model: str | dict[str, Any] | None = None
+    tp_size: int | None = None
+    dp_attention: bool | None = None
+    workers: int = 1
+
+    def __post_init__(self) -> None:
+        check_fields(self, "draft:")
+        _check_range("draft: tp_size", self.tp_size, 1, 2**20)
+        _check_range("draft: workers", self.workers, 1, MAX_DRAFT)
+
+    def parallel(self, target: Parallelism) -> Parallelism:
+        """Return the parallel sizes of this draft beside those of the target."""
+        attention = target.dp_attention if self.dp_attention is None else self.dp_attention
+        return msgspec.structs.replace(target, tp_size=self.tp_size or target.tp_size, dp_attention=attention)
+
+
 class CacheOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Every choice that shapes a KV cache; what is left out is decided by plugins, then by `DEFAULTS`.
 
@@ -98,8 +122,9 @@ class CacheOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Branches of a draft tree. Default 1. Read by the request table."""
     speculative_num_draft_tokens: int | None = None
     """Draft tokens verified at once. Read by the request table and caps."""
-    draft: str | dict[str, Any] | None = None
-    """The draft model: a config file, a model folder, or a config as data. Read by the planner."""
+    draft: str | dict[str, Any] | tuple[str | dict[str, Any], ...] | None = None
+    """The draft model: a config file, a model folder, a config as data, or the fields of a `Draft`; several: a list of
+    them. Read by the planner."""
 
     role: Literal["none", "prefill", "decode"] | None = None
     """Disaggregated role. Default ``none``. Asks allocators and request pools for ``disaggregation``."""
@@ -342,6 +367,40 @@ def make_parallelism(values: Mapping[str, Any] | Parallelism | None = None) -> P
         return values
     made: Parallelism = _make(Parallelism, {} if values is None else values, "parallel size")
     return made
+
+
+def drafts_of(options: CacheOptions) -> tuple[Draft, ...]:
+    """Return the drafts that the options describe; none where `draft` is not given.
+
+    Raises:
+        PlanError: a description has a field that no draft has.
+    """
+    given = options.draft
+    entries = () if given is None else given if isinstance(given, tuple) else (given,)
+    return tuple(_draft(entry) for entry in entries)
+
+
+def _draft(entry: str | dict[str, Any]) -> Draft:
+    """Return what an entry of `draft` describes: a config names an architecture or layers, a `Draft` its own fields."""
+    if isinstance(entry, str) or entry.keys() & {"architectures", "model_type"}:
+        return Draft(model=entry)
+    if not entry.keys() & set(Draft.__struct_fields__):
+        return Draft(model=entry)
+    made: Draft = _make(Draft, entry, "draft field")
+    return made
+
+
+def draft_parallels(options: CacheOptions, parallel: Parallelism, models: int) -> tuple[Parallelism, ...]:
+    """Return the parallel sizes of the target and of each draft worker, `models` in all.
+
+    Raises:
+        PlanError: the options describe another number of draft workers.
+    """
+    drafts = drafts_of(options)
+    own = tuple(draft.parallel(parallel) for draft in drafts for _ in range(draft.workers))
+    if drafts and len(own) != models - 1:
+        raise PlanError(f"draft describes {len(own)} workers, but {models - 1} draft models are planned; give one each")
+    return (parallel, *(own or (parallel,) * (models - 1)))
 
 
 def exact_ratio(value: float | str) -> tuple[int, int]:

@@ -11,11 +11,11 @@ import msgspec
 from kvdock.allocators.base import Allocator
 from kvdock.demand import request_columns
 from kvdock.device import DeviceInfo
-from kvdock.errors import KVDockError, PlanError, PluginError, UnsupportedCombination, nearest
-from kvdock.features import FEATURE_OPTIONS, features_asked
+from kvdock.errors import KVDockError, PluginError, UnsupportedCombination
+from kvdock.features import features_asked
 from kvdock.layout import REQUESTS, TARGET, Buffer, LayerGroup, Space
 from kvdock.model import ModelSpec
-from kvdock.options import DEFAULTS, CacheOptions, Parallelism, ResolvedOptions
+from kvdock.options import CacheOptions, Parallelism, ResolvedOptions
 from kvdock.planned import Planned
 from kvdock.plugins import resolve
 from kvdock.plugins.devices import owners_of
@@ -25,7 +25,6 @@ from kvdock.pools.base import Pool
 from kvdock.queries import (
     AllocatorQuery,
     GroupQuery,
-    OptionsQuery,
     PlanQuery,
     PoolQuery,
     Query,
@@ -33,45 +32,9 @@ from kvdock.queries import (
     StateQuery,
 )
 from kvdock.requests.base import RequestPool
+from kvdock.resolution import refuse_unread, resolve_options
 from kvdock.sizing import ordered
 from kvdock.storages import fits_pages
-
-ENGINE_FACTS = frozenset(
-    {
-        "max_prefill_tokens",
-        "chunked_prefill_size",
-        "prefix_cache",
-        "overlap_schedule",
-        "pd_multiplexing",
-        "attention_backend",
-        "prefill_attention_backend",
-        "decode_attention_backend",
-        "sparse_prefill_backend",
-        "sparse_decode_backend",
-        "linear_backend",
-        "is_embedding",
-        "swa_eviction_interval",
-    }
-)
-"""Options that describe the engine rather than ask for something: a plan that has no use for one is no error."""
-
-PLANNER_OPTIONS = frozenset(
-    {
-        "page_size",
-        "model_dtype",
-        "mem_fraction_static",
-        "max_total_tokens",
-        "context_length",
-        "allow_longer_context",
-        "draft",
-        "plugins",
-        "no_plugins",
-        "prefer",
-        "strict",
-        "plugin_options",
-    }
-)
-"""Options that the planner itself reads for every model."""
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,7 +79,8 @@ class Outline(msgspec.Struct, frozen=True, kw_only=True):
     device: DeviceInfo
     given: CacheOptions
     options: ResolvedOptions
-    parallel: Parallelism
+    parallels: tuple[Parallelism, ...]
+    """Parallel sizes of each worker, the target's first: a draft may run with its own."""
     registry: Registry
     groups: tuple[LayerGroup, ...]
     spaces: dict[str, Space]
@@ -131,6 +95,11 @@ class Outline(msgspec.Struct, frozen=True, kw_only=True):
     def model(self) -> ModelSpec:
         """The target model."""
         return self.models[0]
+
+    @property
+    def parallel(self) -> Parallelism:
+        """Parallel sizes of the target, and the rank."""
+        return self.parallels[0]
 
     @property
     def choices(self) -> tuple[Choice, ...]:
@@ -152,27 +121,31 @@ def draw_outline(
     models: tuple[ModelSpec, ...],
     device: DeviceInfo,
     given: CacheOptions,
-    parallel: Parallelism,
+    parallels: tuple[Parallelism, ...],
     registry: Registry,
 ) -> Outline:
-    """Ask the hooks for everything but sizes.
+    """Ask the hooks for everything but sizes; `parallels` are those of the models, one each.
 
     Raises:
         PlanError, PluginError, UnsupportedCombination: what cannot be served, and why.
     """
-    options, decisions = resolve_options(models[0], given, parallel, device, registry)
-    builder = _Builder(models, device, options.values, parallel, registry)
+    options, decisions = resolve_options(models[0], given, parallels[0], device, registry)
+    builder = _Builder(models, device, options.values, parallels, registry)
     groups = builder.group()
-    spaces = builder.declare_spaces(groups)
-    pools, routers = builder.choose_pools(groups, spaces)
-    allocators = builder.choose_allocators(groups, spaces)
-    request_pool = builder.choose_request_pool(groups, spaces)
+    spaces = builder.declare_spaces(groups, builder.group_everywhere(groups))
+    try:
+        pools, routers = builder.choose_pools(groups, spaces)
+        allocators = builder.choose_allocators(groups, spaces)
+        request_pool = builder.choose_request_pool(groups, spaces)
+    except UnsupportedCombination as unserved:
+        _refuse_objected(builder, groups, spaces, (), unserved)
+        raise
     outline = Outline(
         models=models,
         device=device,
         given=given,
         options=options,
-        parallel=parallel,
+        parallels=parallels,
         registry=registry,
         groups=groups,
         spaces=spaces,
@@ -181,76 +154,28 @@ def draw_outline(
         allocators=allocators,
         request_pool=request_pool,
         decisions=(*decisions, *builder.decisions),
-        warnings=(*(warning for model in models for warning in model.warnings), *_passed_over(builder, registry)),
+        warnings=(
+            *(warning for model in models for warning in model.warnings),
+            *_passed_over(builder.decisions, builder),
+        ),
     )
-    _refuse_unread(outline)
-    _collect_objections(outline, builder)
+    refuse_unread(outline)
+    _refuse_objected(builder, groups, spaces, pools)
     return outline
 
 
-def _passed_over(builder: _Builder, registry: Registry) -> Iterator[str]:
-    """Warn where the device's own plugin named a class that lacks what is asked, and another's took its place."""
-    for decision in builder.decisions:
+def _passed_over(decisions: Iterable[Decision], builder: _Builder) -> Iterator[str]:
+    """Say where the device's own plugin named a class that lacks what is asked, and another's took its place."""
+    device = builder.base.device
+    for decision in decisions:
         unfit = [answer for answer in decision.answers if answer.outcome == "unfit" and decision.plugin]
-        owners = {member.name for member in owners_of(registry, builder.base.device)} if unfit else set()
+        owners = {member.name for member in owners_of(builder.registry, device)} if unfit else set()
         for answer in unfit:
             if answer.plugin in owners:
                 yield (
                     f"{decision.subject}: {answer.detail}, so {decision.name} of {decision.plugin} serves "
-                    f"{builder.base.device.name} instead of what plugin {answer.plugin!r} named"
+                    f"{device.name} instead of what plugin {answer.plugin!r} named"
                 )
-
-
-def resolve_options(
-    model: ModelSpec, given: CacheOptions, parallel: Parallelism, device: DeviceInfo, registry: Registry
-) -> tuple[ResolvedOptions, tuple[Decision, ...]]:
-    """Fill what the user left open, from plugins, then from the defaults, and keep each source.
-
-    Raises:
-        PlanError: the context is longer than the model's, or options of an unknown plugin are given.
-    """
-    query = OptionsQuery(model=model, options=given, parallel=parallel, device=device)
-    offered, decisions = resolve.option_defaults(registry, query, given.prefer or ())
-    values: dict[str, Any] = {}
-    sources: dict[str, str] = {}
-    for name in CacheOptions.__struct_fields__:
-        if (value := getattr(given, name)) is not None:
-            values[name], sources[name] = value, "user"
-        elif name in offered:
-            values[name], sources[name] = offered[name]
-        elif name in DEFAULTS:
-            values[name], sources[name] = DEFAULTS[name], "default"
-    options = CacheOptions(**values)
-    _check_context(model, options)
-    _check_speculation(given)
-    _check_plugin_options(options, registry)
-    return ResolvedOptions(values=options, sources=sources), decisions
-
-
-def _check_context(model: ModelSpec, options: CacheOptions) -> None:
-    asked = options.context_length
-    if asked is not None and asked > model.context_length and not options.allow_longer_context:
-        raise PlanError(
-            f"context_length={asked} is above the model's {model.context_length}; "
-            f"give at most {model.context_length}, or allow_longer_context=true"
-        )
-
-
-def _check_speculation(given: CacheOptions) -> None:
-    alone = [
-        name
-        for name in ("speculative_num_steps", "speculative_topk", "speculative_num_draft_tokens", "draft")
-        if getattr(given, name) is not None
-    ]
-    if alone and given.speculative_algorithm is None:
-        raise PlanError(f"{', '.join(alone)} without speculative_algorithm has no effect; give one, for example EAGLE")
-
-
-def _check_plugin_options(options: CacheOptions, registry: Registry) -> None:
-    known = [member.name for member in registry.members]
-    for name in options.plugin_options or {}:
-        if name not in known:
-            raise PlanError(f"plugin_options names {name!r}, which is not loaded{nearest(name, known)}")
 
 
 class _Builder:
@@ -261,23 +186,24 @@ class _Builder:
         models: tuple[ModelSpec, ...],
         device: DeviceInfo,
         options: CacheOptions,
-        parallel: Parallelism,
+        parallels: tuple[Parallelism, ...],
         registry: Registry,
     ) -> None:
         self.models = models
+        self.parallels = parallels
         self.options = options
         self.registry = registry
         self.prefer = options.prefer or ()
-        self.base = Query(model=models[0], options=options, parallel=parallel, device=device)
+        self.base = Query(model=models[0], options=options, parallel=parallels[0], device=device)
         self.decisions: list[Decision] = []
 
     def query(self, query_type: type[Any], worker: str = TARGET, **fields: Any) -> Any:
         """Return a query of a worker with the fields that all queries hold."""
-        base = self.base
+        base, index = self.base, self.workers().index(worker)
         return query_type(
-            model=self.models[self.workers().index(worker)],
+            model=self.models[index],
             options=base.options,
-            parallel=base.parallel,
+            parallel=self.parallels[index],
             device=base.device,
             worker=worker,
             **fields,
@@ -291,24 +217,42 @@ class _Builder:
     def group(self) -> tuple[LayerGroup, ...]:
         """Group the layers that each worker owns on this rank; drafts live on the last stage."""
         groups: list[LayerGroup] = []
+        last = self.base.parallel.pp_rank == self.base.parallel.pp_size - 1
         for worker, model in zip(self.workers(), self.models, strict=True):
-            parallel = self.base.parallel
-            own = parallel.stage_layers(len(model.layers)) if worker == TARGET else range(len(model.layers))
-            if worker != TARGET and parallel.pp_rank != parallel.pp_size - 1:
+            if worker == TARGET:
+                own = self.base.parallel.stage_layers(len(model.layers))
+            elif last:
+                own = range(len(model.layers))
+            else:
                 continue
-            layers = tuple((layer_id, model.layers[layer_id]) for layer_id in own)
-            query = self.query(GroupQuery, worker, layers=layers, target=self.models[0])
-            found, decision = resolve.layer_groups(self.registry, query, self.prefer)
+            found, decision = self._groups_of(worker, own)
             self.decisions.append(decision)
-            groups += [_own(group, worker) for group in found]
+            groups += found
         _refuse_twins("layer group", [group.name for group in groups])
         return tuple(groups)
 
-    def declare_spaces(self, groups: tuple[LayerGroup, ...]) -> dict[str, Space]:
-        """Ask for the spaces, once for all workers."""
-        spaces, decisions = resolve.spaces(self.registry, self.query(StateQuery, groups=groups), self.prefer)
+    def group_everywhere(self, own: tuple[LayerGroup, ...]) -> tuple[LayerGroup, ...]:
+        """Return the groups of every layer and draft, whatever the rank: `own` unless there are other stages."""
+        if self.base.parallel.pp_size == 1:
+            return own
+        each = [
+            self._groups_of(worker, range(len(m.layers))) for worker, m in zip(self.workers(), self.models, strict=True)
+        ]
+        return tuple(group for found, _ in each for group in found)
+
+    def _groups_of(self, worker: str, layer_ids: range) -> tuple[list[LayerGroup], Decision]:
+        model = self.models[self.workers().index(worker)]
+        layers = tuple((layer_id, model.layers[layer_id]) for layer_id in layer_ids)
+        query = self.query(GroupQuery, worker, layers=layers, target=self.models[0])
+        found, decision = resolve.layer_groups(self.registry, query, self.prefer)
+        return [_own(group, worker) for group in found], decision
+
+    def declare_spaces(self, groups: tuple[LayerGroup, ...], everywhere: tuple[LayerGroup, ...]) -> dict[str, Space]:
+        """Ask for the spaces, once for all workers and alike on all ranks."""
+        query = self.query(StateQuery, groups=groups, all_groups=everywhere)
+        spaces, decisions = resolve.spaces(self.registry, query, self.prefer)
         self.decisions += decisions
-        for group in groups:
+        for group in everywhere:
             if group.space not in spaces:
                 raise PluginError(
                     f"layer group {group.name!r} lives in the space {group.space!r}, which no plugin declares "
@@ -442,43 +386,39 @@ def _declared(
     return tuple(msgspec.structs.replace(buffer, owner=owner, worker=query.worker) for buffer in buffers)
 
 
-def _read_options(outline: Outline) -> frozenset[str]:
-    """Return the options that something in this plan reads."""
-    read = set(PLANNER_OPTIONS | ENGINE_FACTS | FEATURE_OPTIONS)
-    for space in outline.spaces.values():
-        read.update(space.options)
-    for choice in outline.choices:
-        read |= choice.cls.options
-    windows = any(layer.window_tokens is not None for model in outline.models for layer in model.layers)
-    if windows or outline.given.hybrid_swa == "off":
-        read.add("hybrid_swa")  # where no layer has a window, full KV for every layer is what there is
-    return frozenset(read)
+def _refuse_objected(
+    builder: _Builder,
+    groups: tuple[LayerGroup, ...],
+    spaces: dict[str, Space],
+    pools: tuple[PoolChoice, ...],
+    unserved: UnsupportedCombination | None = None,
+) -> None:
+    """Raise every objection at once, and with them what no class serves; return if nobody objects."""
+    objections = _objections(builder, groups, spaces, pools)
+    if not objections:
+        return
+    lines = [f"  {plugin}: {reason}" for plugin, reason in objections]
+    text = "\n".join(["this combination of model, device and options is refused:", *lines])
+    if unserved is None:
+        raise UnsupportedCombination(text, objections)
+    raise UnsupportedCombination(f"{text}\n{unserved}", (*objections, *unserved.objections)) from unserved
 
 
-def _refuse_unread(outline: Outline) -> None:
-    """Refuse options that the user gave and that nothing in this plan reads."""
-    read = _read_options(outline)
-    unread = [
-        f"{name}={getattr(outline.given, name)!r}"
-        for name in CacheOptions.__struct_fields__
-        if getattr(outline.given, name) not in (None, DEFAULTS.get(name)) and name not in read
-    ]
-    if unread:
-        raise PlanError(
-            f"nothing in this plan reads {', '.join(unread)}: {outline.model.name} on {outline.device.name} "
-            f"has no part that the option shapes; leave it out"
-        )
-
-
-def _collect_objections(outline: Outline, builder: _Builder) -> None:
-    objections: list[tuple[str, str]] = []
+def _objections(
+    builder: _Builder, groups: tuple[LayerGroup, ...], spaces: dict[str, Space], pools: tuple[PoolChoice, ...]
+) -> list[tuple[str, str]]:
+    """Return what is said against a plan, with the plugin that says it, worker by worker."""
+    found: list[tuple[str, str]] = []
+    without_kv = builder.options.prefill_only_disable_kv_cache
+    if without_kv:
+        chosen = (decision for decision in builder.decisions if decision.hook == "get_pool_cls")
+        advice = "its device reads KV that nothing keeps, so leave prefill_only_disable_kv_cache out"
+        found += [("core", f"{reason}; {advice}") for reason in _passed_over(chosen, builder)]
     for worker in builder.workers():
-        pools = {choice.name: choice.cls for choice in outline.pools if choice.worker == worker}
-        own = tuple(group for group in outline.groups if group.worker == worker)
-        query = builder.query(PlanQuery, worker, groups=own, spaces=outline.spaces, pools=pools)
-        objections += resolve.objections(outline.registry, "validate_plan", query)
-        if outline.options.values.prefill_only_disable_kv_cache:
-            objections += resolve.objections(outline.registry, "validate_prefill_only", query)
-    if objections:
-        lines = "\n".join(f"  {plugin}: {reason}" for plugin, reason in objections)
-        raise UnsupportedCombination(f"this combination of model, device and options is refused:\n{lines}", objections)
+        own = tuple(group for group in groups if group.worker == worker)
+        classes = {choice.name: choice.cls for choice in pools if choice.worker == worker}
+        query = builder.query(PlanQuery, worker, groups=own, spaces=spaces, pools=classes)
+        found += resolve.objections(builder.registry, "validate_plan", query)
+        if without_kv:
+            found += resolve.objections(builder.registry, "validate_prefill_only", query)
+    return found

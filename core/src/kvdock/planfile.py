@@ -14,6 +14,7 @@ import msgspec
 
 from kvdock.device import DeviceInfo
 from kvdock.errors import PlanError, nearest
+from kvdock.fitting import Agreement, replay
 from kvdock.hookspecs import CONTRACT
 from kvdock.model import model_from_builtins, model_to_builtins
 from kvdock.options import CacheOptions, make_options, make_parallelism
@@ -37,6 +38,7 @@ RESULTS = (
     "total_bytes",
     "host_bytes",
     "bound",
+    "agreement",
     "allocator_cls",
     "request_pool_cls",
     "costs",
@@ -62,6 +64,8 @@ def dump(plan: CachePlan) -> str:
             "parallel": msgspec.to_builtins(outline.parallel),
             "budget_bytes": asked.nbytes if asked.base == "given" else None,
             "weights_bytes": asked.weights_bytes,
+            "weights_source": asked.weights_source,
+            "reserve_bytes": asked.reserve_bytes,
             "cap_tokens": plan.cap_tokens,
         },
         "read_by": msgspec.to_builtins(plan.read_by),
@@ -94,7 +98,7 @@ def load(text: str | bytes, registry: Registry | None = None) -> CachePlan:
     options = make_options(_section(inputs, "options"))
     registry = registry if registry is not None else installed(options)
     _compare_plugins(_section(data, "plugins"), registry)
-    plan = _plan_again(inputs, options, registry)
+    plan = _plan_again(inputs, _converted("agreement", data["agreement"], Agreement), options, registry)
     plan = msgspec.structs.replace(plan, read_by=_converted("read_by", data["read_by"], tuple[Decision, ...]))
     written = msgspec.json.decode(dump(plan))
     for name in ("inputs", "options", *RESULTS):
@@ -109,7 +113,17 @@ def _converted(name: str, value: Any, type_: Any) -> Any:
         raise PlanError(f"plan file: {name}: {error}") from error
 
 
-INPUTS = ("models", "device", "options", "parallel", "budget_bytes", "weights_bytes", "cap_tokens")
+INPUTS = (
+    "models",
+    "device",
+    "options",
+    "parallel",
+    "budget_bytes",
+    "weights_bytes",
+    "weights_source",
+    "reserve_bytes",
+    "cap_tokens",
+)
 
 
 def _parse(text: str | bytes) -> dict[str, Any]:
@@ -144,22 +158,31 @@ def _section(data: dict[str, Any], name: str) -> dict[str, Any]:
     return section
 
 
-def _plan_again(inputs: dict[str, Any], options: CacheOptions, registry: Registry) -> CachePlan:
-    from kvdock.planner import plan_from
+def _plan_again(inputs: dict[str, Any], agreement: Agreement, options: CacheOptions, registry: Registry) -> CachePlan:
+    """Plan with the stored inputs, with what the ranks agreed on where there were others."""
+    from kvdock.planner import Asked, plan_steps
 
     models = inputs["models"]
     if not isinstance(models, list) or not models:
         raise PlanError("plan file: 'inputs.models' is no list of models; plan again")
-    return plan_from(
+    asked = Asked(
+        budget_bytes=_converted("inputs.budget_bytes", inputs["budget_bytes"], int | None),
+        weights_bytes=_converted("inputs.weights_bytes", inputs["weights_bytes"], int | None),
+        weights_source=_converted("inputs.weights_source", inputs["weights_source"], str),
+        reserve_bytes=_converted("inputs.reserve_bytes", inputs["reserve_bytes"], int | None),
+        cap_tokens=_converted("inputs.cap_tokens", inputs["cap_tokens"], int | None),
+        rank=agreement.rank,
+        ranks=agreement.ranks,
+    )
+    steps = plan_steps(
         tuple(model_from_builtins(model, registry.layer_params()) for model in models),
         _converted("inputs.device", inputs["device"], DeviceInfo),
         options,
         make_parallelism(_section(inputs, "parallel")),
         registry,
-        budget_bytes=_converted("inputs.budget_bytes", inputs["budget_bytes"], int | None),
-        weights_bytes=_converted("inputs.weights_bytes", inputs["weights_bytes"], int | None),
-        cap_tokens=_converted("inputs.cap_tokens", inputs["cap_tokens"], int | None),
+        asked,
     )
+    return replay(steps, agreement.vectors if agreement.ranks > 1 else ())
 
 
 def _compare_plugins(written: dict[str, Any], registry: Registry) -> None:

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from kvdock import planfile
-from kvdock.budget import Budget, find_budget, refuse_budget, show_bytes
+from kvdock.budget import Budget, find_budget, late_slack_bytes
 from kvdock.costs import Costs, SlotCost, bytes_per_token, find_costs, kv_bytes_held, slots_held
 from kvdock.device import DeviceInfo
-from kvdock.errors import BudgetError, PlanError
-from kvdock.families.groups import MIN_TOKENS
-from kvdock.layout import MAX_SLOTS, REQUESTS, STATE, Buffer, round_up
+from kvdock.errors import PlanError
+from kvdock.fitting import Agreement, Fitted, Vector, fit, replay
+from kvdock.layout import MAX_SLOTS, REQUESTS, Buffer
 from kvdock.limits import Limit, find_limits, limit_warnings
 from kvdock.model import ModelSpec
-from kvdock.options import CacheOptions, Parallelism, ResolvedOptions
+from kvdock.options import CacheOptions, Parallelism, ResolvedOptions, draft_parallels
 from kvdock.outline import Outline, draw_outline
-from kvdock.sizing import (
-    Problem,
-    Solution,
-    Solver,
-    largest,
-    token_factors,
-    total_nbytes,
-)
+from kvdock.sizing import Problem, largest, total_nbytes
 from kvdock.storages import bytes_of
 
 if TYPE_CHECKING:
@@ -98,6 +92,7 @@ class CachePlan(msgspec.Struct, frozen=True, kw_only=True):
     total_bytes: int
     host_bytes: int
     bound: str
+    agreement: Agreement
     warnings: tuple[str, ...]
     cap_tokens: int | None = None
     read_by: tuple[Decision, ...] = ()
@@ -138,16 +133,34 @@ class CachePlan(msgspec.Struct, frozen=True, kw_only=True):
         """Parallel sizes and the rank."""
         return self.outline.parallel
 
-    def replan(self, budget_bytes: int, cap_tokens: int | None = None) -> CachePlan:
+    @property
+    def unused_bytes(self) -> int:
+        """Bytes of the budget that nothing takes: less than a page, or what a rank leaves that does not bind."""
+        return self.budget_bytes - self.total_bytes
+
+    def replan(self, budget_bytes: int, cap_tokens: int | None = None, group: Any = None) -> CachePlan:
         """Return the same decisions sized for another budget, for at most `cap_tokens` tokens.
+
+        A plan that several ranks agreed on needs their process `group` (``torch.distributed``): each calls this.
 
         Raises:
             BudgetError: nothing useful fits; `self` stays as it is.
+            PlanError: ranks have to agree, and no `group` is given.
         """
+        from kvdock.ranks import agree_over
+
         if cap_tokens is not None:
             _check_count("cap_tokens", cap_tokens)
+        if group is None and self.agreement.ranks > 1:
+            raise PlanError(
+                f"{self.agreement.ranks} ranks agreed on this plan, so one alone cannot size it again; "
+                "give group=, the process group of them all"
+            )
         budget = find_budget(self.device, self.options.values, budget_bytes, None)
-        return msgspec.structs.replace(_sized(self.outline, budget, cap_tokens), read_by=self.read_by)
+        asked = Asked(cap_tokens=cap_tokens, rank=self.agreement.rank, ranks=self.agreement.ranks)
+        steps = _sized(self.outline, budget, asked)
+        sized = replay(steps, ()) if group is None else agree_over(group, lambda _rank, _ranks: steps)
+        return msgspec.structs.replace(sized, read_by=self.read_by)
 
     def bytes_for(self, length: int, requests: int = 1) -> int:
         """Return the bytes of KV that `requests` requests of `length` tokens occupy, in whole pages.
@@ -190,9 +203,28 @@ class CachePlan(msgspec.Struct, frozen=True, kw_only=True):
         return planfile.load(text, registry)
 
 
+PlanSteps = Generator[Vector, Vector, CachePlan]
+"""Planning in progress; see `kvdock.fitting.Steps`."""
+
+
 def _check_count(name: str, value: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_SLOTS:
         raise PlanError(f"{name}={value!r} is no count; give a whole number from 0 to {MAX_SLOTS}")
+
+
+class Asked(msgspec.Struct, frozen=True, kw_only=True):
+    """What is asked of one rank's memory: a budget outright, or what else takes the device's; and a cap on tokens.
+
+    `rank` of `ranks` is the place among the ranks that are sized together.
+    """
+
+    budget_bytes: int | None = None
+    weights_bytes: int | None = None
+    weights_source: str = ""
+    reserve_bytes: int | None = None
+    cap_tokens: int | None = None
+    rank: int = 0
+    ranks: int = 1
 
 
 def plan_from(
@@ -204,6 +236,8 @@ def plan_from(
     *,
     budget_bytes: int | None = None,
     weights_bytes: int | None = None,
+    weights_source: str = "",
+    reserve_bytes: int | None = None,
     cap_tokens: int | None = None,
 ) -> CachePlan:
     """Plan the cache of a target model (first) and its drafts on one rank. Pure: nothing is read or changed.
@@ -213,200 +247,63 @@ def plan_from(
     Raises:
         PlanError, BudgetError, UnsupportedCombination, PluginError: what cannot be served, and what would work.
     """
-    if budget_bytes is not None and options.mem_fraction_static is not None:
+    asked = Asked(
+        budget_bytes=budget_bytes,
+        weights_bytes=weights_bytes,
+        weights_source=weights_source,
+        reserve_bytes=reserve_bytes,
+        cap_tokens=cap_tokens,
+    )
+    return replay(plan_steps(models, device, options, parallel, registry, asked), ())
+
+
+def plan_steps(
+    models: tuple[ModelSpec, ...],
+    device: DeviceInfo,
+    options: CacheOptions,
+    parallel: Parallelism,
+    registry: Registry,
+    asked: Asked,
+) -> PlanSteps:
+    """Plan one rank in the steps of `kvdock.fitting.fit`; what `plan_from` runs to its end for a rank alone."""
+    if asked.budget_bytes is not None and options.mem_fraction_static is not None:
         raise PlanError(
-            f"mem_fraction_static={options.mem_fraction_static} has no effect beside budget_bytes={budget_bytes}; "
+            f"mem_fraction_static={options.mem_fraction_static} has no effect beside budget_bytes={asked.budget_bytes}; "
             "give one of them"
         )
     if not models:
         raise PlanError("there is no model to plan for; give the target model first, then its drafts")
-    outline = draw_outline(models, device, options, parallel, registry)
-    budget = find_budget(device, outline.options.values, budget_bytes, weights_bytes)
-    return _sized(outline, budget, cap_tokens)
+    outline = draw_outline(models, device, options, draft_parallels(options, parallel, len(models)), registry)
+    budget = find_budget(
+        device,
+        outline.options.values,
+        asked.budget_bytes,
+        asked.weights_bytes,
+        weights_source=asked.weights_source,
+        reserve_bytes=asked.reserve_bytes,
+        least_slack_bytes=late_slack_bytes(outline.request_pool.query),
+    )
+    return (yield from _sized(outline, budget, asked))
 
 
-def _sized(outline: Outline, budget: Budget, cap_tokens: int | None) -> CachePlan:
-    problem = _problem(outline, cap_tokens)
-    warnings: list[str] = list(outline.warnings)
+def _sized(outline: Outline, budget: Budget, asked: Asked) -> PlanSteps:
+    fitted = yield from fit(outline, budget, asked.cap_tokens, asked.rank, asked.ranks)
+    warnings = list(outline.warnings)
     if budget.base == "fraction" and outline.device.index is None and not budget.weights_bytes:
         warnings.append(
             f"no weights are taken off the memory of {outline.device.name}; give weights_bytes (--weights), "
             "what they take on this rank"
         )
-    asked = budget
-    try:
-        budget = _authoritative_budget(outline, problem, budget, warnings)
-        solution = _solve(problem, budget.nbytes, outline, warnings)
-    except BudgetError as error:
-        raise refuse_budget(error, budget, outline.device, outline.options.values) from error
-    plan = _assemble(outline, (asked, budget), problem, solution, warnings, cap_tokens)
+    plan = _assemble(outline, budget, fitted, warnings, asked.cap_tokens)
     if outline.options.values.strict and plan.warnings:
         raise PlanError(f"strict planning refuses warnings: {'; '.join(plan.warnings)}")
     return plan
 
 
-def _problem(outline: Outline, cap_tokens: int | None) -> Problem:
-    options = outline.options.values
-    page = options.page_size or 1
-    caps = {"max_total_tokens": options.max_total_tokens, "cap_tokens": cap_tokens}
-    given = {name: value for name, value in caps.items() if value is not None}
-    if page > MAX_SLOTS // 3:
-        raise PlanError(f"page_size={page} leaves no room for a page beside padding among {MAX_SLOTS:,} slots")
-    for name, value in given.items():
-        if value < page:
-            raise PlanError(f"{name}={value} is less than one page; give at least page_size={page}")
-    factors = token_factors(outline.spaces)
-    follows = any(b.is_kv and b.space is not None and factors[b.space] for b in outline.buffers)
-    if not given and not follows:
-        given["max_running_requests · context_length"] = _tokens_without_kv(outline, page)
-    name = min(given, key=lambda key: given[key]) if given else "max_total_tokens"
-    return Problem(
-        spaces=outline.spaces,
-        buffers=outline.buffers,
-        page_size=page,
-        granularity_bytes=outline.device.granularity_bytes,
-        cap_tokens=given.get(name),
-        cap_name=name,
-    )
-
-
-def _tokens_without_kv(outline: Outline, page: int) -> int:
-    """Return the tokens that a rank numbers when none of its KV grows with them."""
-    options = outline.options.values
-    context = options.context_length or outline.model.context_length
-    requests = options.max_running_requests or outline.spaces[REQUESTS].rule.at_least or 1
-    return min(round_up(requests * context, page), (MAX_SLOTS - page) // page * page)
-
-
-def _authoritative_budget(outline: Outline, problem: Problem, budget: Budget, warnings: list[str]) -> Budget:
-    """Return the budget, raised to the free memory where the user's own token count needs it.
-
-    `mem_fraction_static` is a default's way of leaving room; tokens that the user states outright win
-    over it as long as the memory is really there. Where it is not, the fraction's own capacity holds.
-    """
-    tokens = outline.options.values.max_total_tokens
-    if budget.base == "given" or tokens is None:
-        return budget
-    needed = _stated_nbytes(outline, problem, budget, tokens)
-    fraction = f"mem_fraction_static={outline.options.values.mem_fraction_static}"
-    if needed <= budget.nbytes:
-        return budget
-    if needed > budget.free_bytes:
-        warnings.append(
-            f"max_total_tokens={tokens} takes {show_bytes(needed)}, but {show_bytes(max(0, budget.free_bytes))} are "
-            f"free after weights; what {fraction} leaves ({show_bytes(budget.nbytes)}) is planned instead"
-        )
-        return budget
-    warnings.append(
-        f"max_total_tokens={tokens} takes {show_bytes(needed)}, more than {fraction} leaves "
-        f"({show_bytes(budget.nbytes)}); the stated tokens win, and {show_bytes(budget.free_bytes - needed)} stay "
-        "for activations"
-    )
-    return msgspec.structs.replace(
-        budget, nbytes=needed, note=f"{show_bytes(needed)}, what max_total_tokens={tokens} takes of the free memory"
-    )
-
-
-def _stated_nbytes(outline: Outline, problem: Problem, budget: Budget, tokens: int) -> int:
-    """Return the bytes of a cache of the tokens that the user stated, with the requests that go with them."""
-    limit = outline.spaces[REQUESTS].rule.fixed
-    pinned = {REQUESTS: max(1, min(limit, tokens // MIN_TOKENS))} if limit else {}
-    solver = Solver(problem, max(budget.free_bytes, 0), pinned)
-    return solver.nbytes(max(tokens // problem.page_size * problem.page_size, solver.floor_tokens()))
-
-
-def _solve(problem: Problem, budget_bytes: int, outline: Outline, warnings: list[str]) -> Solution:
-    rule = outline.spaces[REQUESTS].rule
-    asked = rule.fixed if outline.given.max_running_requests is not None else 0
-    if not asked:
-        return Solver(problem, budget_bytes).solve()
-    Solver(problem, budget_bytes, {REQUESTS: 1}).check_cap()
-    charge = _Charge(problem, budget_bytes)
-    with_states = charge.within_states(asked, warnings)
-    fixed = charge.within_cap(with_states)
-    charge.refuse_tables(fixed)
-    solution = Solver(problem, budget_bytes, {REQUESTS: fixed}).solve()
-    if solution.tokens < MIN_TOKENS * fixed:
-        fixed = max(1, charge.served(fixed))
-        solution = Solver(problem, budget_bytes, {REQUESTS: fixed}).solve()
-    if fixed < with_states:
-        raised_by = "a larger budget or a narrower kv_cache_dtype"
-        warnings.append(
-            f"max_running_requests: {asked} asked for, {fixed} fit, since each needs {MIN_TOKENS} of the "
-            f"{solution.tokens} tokens; {problem.cap_name if solution.bound == problem.cap_name else raised_by} raises it"
-        )
-    return solution
-
-
-class _Charge:
-    """What a number of requests that the user fixed takes, tables in full."""
-
-    def __init__(self, problem: Problem, budget_bytes: int) -> None:
-        self.problem = problem
-        self.budget_bytes = budget_bytes
-
-    def nbytes(self, requests: int, tokens_each: int) -> int:
-        """Return all bytes with `requests` rows and, for each, `tokens_each` tokens; at least what one needs."""
-        page = self.problem.page_size
-        solver = Solver(self.problem, self.budget_bytes, {REQUESTS: requests})
-        tokens = round_up(requests * tokens_each, page)
-        if self.problem.cap_tokens is not None:
-            tokens = min(tokens, self.problem.cap_tokens // page * page)
-        return solver.nbytes(max(tokens, solver.floor_tokens()))
-
-    def within_cap(self, limit: int) -> int:
-        """Return `limit`, or the most requests that have their tokens under the cap."""
-        cap, page = self.problem.cap_tokens, self.problem.page_size
-        return limit if cap is None else max(1, min(limit, cap // page * page // MIN_TOKENS))
-
-    def within_states(self, limit: int, warnings: list[str]) -> int:
-        """Return `limit`, or the most requests whose states have slots, with a warning."""
-        each = dict(self.problem.spaces[REQUESTS].rule.at_most_of).get(STATE)
-        if each is None:
-            return limit
-        slots = Solver(self.problem, self.budget_bytes, {REQUESTS: limit}).sizes(self.problem.page_size)[STATE]
-        fits = max(1, slots * each[0] // each[1])
-        if fits < limit:
-            warnings.append(
-                f"max_running_requests: {limit} asked for, {fits} fit, since a request may hold {each[1]} of the {slots} "
-                f"state slots; max_state_slots={limit * each[1]} serves all of them"
-            )
-        return min(limit, fits)
-
-    def served(self, limit: int, tokens_each: int = MIN_TOKENS) -> int:
-        """Return the most requests up to `limit` that have `tokens_each` tokens each."""
-        return largest(lambda count: self.nbytes(count, tokens_each) <= self.budget_bytes, 0, limit)
-
-    def refuse_tables(self, requests: int) -> None:
-        """Refuse a limit whose tables do not fit beside one page per request.
-
-        Raises:
-            BudgetError: always then; gives the bytes and the number that fits.
-        """
-        own = [b for b in self.problem.buffers if b.space == REQUESTS and b.memory == "device"]
-        sizes = {REQUESTS: requests}
-        tables = sum(bytes_of(own, self.problem.spaces, sizes, self.problem.granularity_bytes))
-        needed = self.nbytes(requests, self.problem.page_size)
-        if not tables or needed <= self.budget_bytes:
-            return
-        fits = self.served(requests, max(MIN_TOKENS, self.problem.page_size))
-        raise BudgetError(
-            f"max_running_requests={requests} needs {needed:,} bytes with one page per request "
-            f"({tables:,} of them what each request keeps: tables, draft snapshots), but the budget is {self.budget_bytes:,} bytes; "
-            + (f"max_running_requests={fits} fits" if fits else "not one request fits"),
-            needed_bytes=needed,
-            budget_bytes=self.budget_bytes,
-        )
-
-
 def _assemble(
-    outline: Outline,
-    budgets: tuple[Budget, Budget],
-    problem: Problem,
-    solution: Solution,
-    warnings: list[str],
-    cap_tokens: int | None,
+    outline: Outline, budget: Budget, fitted: Fitted, warnings: list[str], cap_tokens: int | None
 ) -> CachePlan:
+    problem, solution = fitted.problem, fitted.solution
     sizes = solution.sizes
     plans = _buffer_plans(outline, problem, sizes)
     tokens = sizes[outline.numbering] if outline.numbering else solution.tokens
@@ -416,8 +313,8 @@ def _assemble(
     in_groups = {choice.name for choice in outline.pools}
     return CachePlan(
         outline=outline,
-        budget=budgets[1],
-        asked_budget=budgets[0],
+        budget=fitted.budget,
+        asked_budget=budget,
         max_total_num_tokens=visible,
         max_running_requests=sizes[REQUESTS],
         max_request_tokens=limits[2].effective,
@@ -432,7 +329,8 @@ def _assemble(
         total_bytes=solution.total_bytes,
         host_bytes=total_nbytes(problem, sizes, ("host", "pinned")),
         bound=solution.bound,
-        warnings=(*warnings, *limit_warnings(limits)),
+        agreement=fitted.agreement,
+        warnings=(*warnings, *fitted.warnings, *limit_warnings(limits)),
         cap_tokens=cap_tokens,
     )
 

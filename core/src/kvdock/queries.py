@@ -85,9 +85,14 @@ class GroupQuery(Query, frozen=True, kw_only=True):
 
 
 class StateQuery(Query, frozen=True, kw_only=True):
-    """Asks for the size rules of spaces, once for all workers. `groups` are this rank's."""
+    """Asks for the size rules of spaces, once for all workers.
+
+    `groups` are this rank's; `all_groups` those of every layer and draft, whatever the rank. Which spaces there are
+    follows the latter, so that all ranks number their slots alike.
+    """
 
     groups: tuple[LayerGroup, ...]
+    all_groups: tuple[LayerGroup, ...]
 
 
 class PoolQuery(Query, frozen=True, kw_only=True):

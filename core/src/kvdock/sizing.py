@@ -13,7 +13,7 @@ from fractions import Fraction
 import msgspec
 
 from kvdock.errors import BudgetError, PlanError
-from kvdock.layout import MAX_SLOTS, REQUESTS, TOKENS, Buffer, SizeRule, Space
+from kvdock.layout import MAX_SLOTS, REQUESTS, TOKENS, Buffer, Share, SizeRule, Space
 from kvdock.storages import bytes_of
 
 
@@ -81,7 +81,7 @@ class Solver:
         self.budget_bytes = budget_bytes
         self.pinned = dict(pinned or {})
         self.share_caps = {
-            name: self._share_cap(space) for name, space in self.problem.spaces.items() if space.rule.at_most_share
+            name: self._share_cap(space) for name, space in self.problem.spaces.items() if space.rule.shares
         }
 
     def sizes(self, tokens: int) -> dict[str, int]:
@@ -104,16 +104,19 @@ class Solver:
         return size
 
     def _share_cap(self, space: Space) -> int:
-        """Return the largest size whose own device buffers stay within the space's share of the budget."""
-        share = space.rule.at_most_share or (1, 1)
-        own = [b for b in self.problem.buffers if b.space == space.name and b.memory == "device"]
-        allowed = self.budget_bytes * share[0] // share[1]
+        """Return the largest size whose device buffers stay within each of the space's shares of the budget."""
+        return max(space.rule.needs, min(self.within_share(space, share) for share in space.rule.shares))
+
+    def within_share(self, space: Space, share: Share) -> int:
+        """Return the largest size of a space that one share of the budget pays for."""
+        paid = [buffer for buffer in self.problem.buffers if share.covers(buffer, space.name)]
+        allowed = self.budget_bytes * share.of_budget[0] // share.of_budget[1]
 
         def fits(size: int) -> bool:
-            sizes = {space.name: size}
-            return sum(bytes_of(own, self.problem.spaces, sizes, self.problem.granularity_bytes)) <= allowed
+            sizes = {space.name: size, **{name: size * ratio[0] // ratio[1] for name, ratio in share.beside}}
+            return sum(bytes_of(paid, self.problem.spaces, sizes, self.problem.granularity_bytes)) <= allowed
 
-        return max(space.rule.needs, largest(fits, 0, MAX_SLOTS)) if own else MAX_SLOTS
+        return largest(fits, 0, MAX_SLOTS) if paid else MAX_SLOTS
 
     def nbytes(self, tokens: int) -> int:
         """Return all device bytes when `tokens` tokens are planned."""
@@ -189,13 +192,12 @@ class Solver:
         page = self.problem.page_size
         pages = largest(lambda count: self.broken(count * page) is None, low // page, self._most_pages())
         tokens = pages * page
+        return self.at(tokens, self.broken(tokens + page) or f"numbering of {MAX_SLOTS:,} slots")
+
+    def at(self, tokens: int, bound: str) -> Solution:
+        """Return the sizes for a number of tokens that fits, whatever set it."""
         sizes = self.sizes(tokens)
-        return Solution(
-            tokens=tokens,
-            sizes=sizes,
-            total_bytes=total_nbytes(self.problem, sizes),
-            bound=self.broken(tokens + page) or f"numbering of {MAX_SLOTS:,} slots",
-        )
+        return Solution(tokens=tokens, sizes=sizes, total_bytes=total_nbytes(self.problem, sizes), bound=bound)
 
     def _pinning(self, sizes: Mapping[str, int]) -> Solver:
         return Solver(self.problem, self.budget_bytes, {**self.pinned, **sizes})

@@ -6,7 +6,7 @@ from kvdock import demand
 from kvdock.device import DeviceInfo
 from kvdock.errors import PlanError
 from kvdock.families import groups
-from kvdock.layout import LayerGroup, SizeRule
+from kvdock.layout import LayerGroup, Share, SizeRule
 from kvdock.model import LayerSpec, MHAParams, MLAParams, ModelSpec
 from kvdock.options import DEFAULTS, CacheOptions, Parallelism
 from kvdock.queries import GroupQuery, StateQuery
@@ -41,7 +41,7 @@ def grouped(model, *, layers=None, parallel=None, target=None, worker="target", 
     return groups.group_layers(query)
 
 
-def state_query(model, *, parallel=None, of=None, **options):
+def state_query(model, *, parallel=None, of=None, everywhere=None, **options):
     found = grouped(model, **options) if of is None else of
     return StateQuery(
         model=model,
@@ -49,6 +49,7 @@ def state_query(model, *, parallel=None, of=None, **options):
         parallel=parallel or Parallelism(),
         device=DEVICE,
         groups=found,
+        all_groups=grouped(model, **options) if everywhere is None else everywhere,
     )
 
 
@@ -238,7 +239,7 @@ def test_ranks_that_own_one_kind_of_layer_number_slots_like_the_others():
 def test_spaces_of_other_families_are_left_to_them():
     ring = LayerSpec(kind="ring", params=SHAPE)
     group = LayerGroup(name="ring", kind="ring", space="ring", layers=((0, ring),))
-    assert sorted(declared(spec(ring), of=(group,))) == ["requests"]
+    assert sorted(declared(spec(ring), of=(group,), everywhere=(group,))) == ["requests"]
 
 
 @pytest.mark.parametrize(
@@ -333,11 +334,14 @@ def test_the_automatic_request_limit_follows_the_tokens(published):
         at_least=2048,
         at_most=4096,
         at_most_of=(("tokens", (1, 2)),),
-        at_most_share=(1, 16),
+        shares=(
+            Share(of_budget=(1, 16), counts="bookkeeping"),
+            Share(of_budget=(1, 4), counts="kv"),
+        ),
         needs=1,
     )
     assert (requests.issued_by, requests.page_size) == ("request_pool", 1)
-    assert requests.options == ("context_length", "request_table_share")
+    assert requests.options == ("context_length", "request_table_share", "request_state_share")
 
 
 def test_a_given_request_limit_is_taken_outright(published):

@@ -302,6 +302,7 @@ def test_a_layer_with_both_belongs_to_two_groups():
         parallel=query.parallel,
         device=DEVICE,
         groups=groups.group_layers(query),
+        all_groups=groups.group_layers(query),
     )
     assert {"full", "state", "requests"} <= set(groups.spaces(state_query))
 

@@ -34,7 +34,7 @@ QUERIES = {
     "ModelQuery": ("config", "role", "name"),
     "OptionsQuery": ("model", "options", "parallel", "device"),
     "GroupQuery": (*COMMON, "layers", "target"),
-    "StateQuery": (*COMMON, "groups"),
+    "StateQuery": (*COMMON, "groups", "all_groups"),
     "PoolQuery": (*COMMON, "kind", "group", "spaces", "groups"),
     "AllocatorQuery": (*COMMON, "spaces", "groups", "inner"),
     "RequestQuery": (*COMMON, "spaces", "groups", "columns"),

@@ -68,7 +68,7 @@ def test_the_family_gives_each_kind_a_group_in_a_space_of_its_own(registry):
         ("ring", "ring", "ring", (0, 1, 4)),
         ("states", "mock_state", "states", (3,)),
     ]
-    spaces, _ = resolve.spaces(registry, StateQuery(**fields(), groups=groups))
+    spaces, _ = resolve.spaces(registry, StateQuery(**fields(), groups=groups, all_groups=groups))
     assert spaces == {name: SPACES[name] for name in ("ring", "states")}
 
 

@@ -25,7 +25,7 @@ def options_query(query_fields):
 
 @pytest.fixture
 def state_query(query_fields):
-    return StateQuery(**query_fields(), groups=())
+    return StateQuery(**query_fields(), groups=(), all_groups=())
 
 
 @pytest.fixture

@@ -24,7 +24,20 @@ from kvdock.demand import (
 )
 from kvdock.errors import PlanError
 from kvdock.families import host_tier, states
-from kvdock.layout import FULL, REQUESTS, STATE, SWA, TARGET, TOKENS, LayerGroup, Ratio, SizeRule, Space, round_up
+from kvdock.layout import (
+    FULL,
+    REQUESTS,
+    STATE,
+    SWA,
+    TARGET,
+    TOKENS,
+    LayerGroup,
+    Ratio,
+    Share,
+    SizeRule,
+    Space,
+    round_up,
+)
 from kvdock.model import HybridParams, IndexParams, LayerParams, LayerSpec, MHAParams, SparseParams
 from kvdock.options import exact_ratio
 from kvdock.queries import GroupQuery, Query, StateQuery
@@ -140,13 +153,13 @@ def _space_of(layer: LayerSpec, query: GroupQuery) -> str:
 def spaces(query: StateQuery) -> dict[str, Space]:
     """Return the spaces ``full``, ``swa``, ``state`` and ``requests`` where this plan needs them.
 
-    What the model has counts, not what this rank owns of it: all ranks number their slots alike.
+    What all layers and drafts keep counts, not what this rank owns of it: all ranks number their slots alike.
 
     Raises:
         PlanError: `max_running_requests` leaves no request for a data-parallel worker.
     """
     declared = {REQUESTS: _requests(query)}
-    used = _spaces_used(query)
+    used = {group.space for group in query.all_groups}
     if FULL in used:
         declared |= host_tier.token_spaces(query, _full(query))
     if SWA in used:
@@ -157,22 +170,10 @@ def spaces(query: StateQuery) -> dict[str, Space]:
     return declared
 
 
-def _spaces_used(query: StateQuery) -> set[str]:
-    used = {group.space for group in query.groups}
-    if used <= {FULL, SWA, STATE}:
-        context, option = query.context_length, query.options.hybrid_swa
-        layers = [layer for layer in query.model.layers if layer.kind not in (NO_CACHE, states.KIND)]
-        used |= {SWA if slides(layer, context, option) else FULL for layer in layers}
-        used |= {STATE} if states.has_states(query) else set()
-    return used
-
-
 def _window(query: StateQuery) -> int:
     """Return the largest window in use: one space, so one window for all that lives in it."""
-    context, option = query.context_length, query.options.hybrid_swa
-    found = [layer.window_tokens for layer in query.model.layers if slides(layer, context, option)]
-    found += [layer.window_tokens for group in query.groups if group.space == SWA for _, layer in group.layers]
-    return max(window for window in found if window is not None)
+    layers = [layer for group in query.all_groups if group.space == SWA for _, layer in group.layers]
+    return max(layer.window_tokens for layer in layers if layer.window_tokens is not None)
 
 
 def _full(query: StateQuery) -> Space:
@@ -294,8 +295,11 @@ def _requests(query: StateQuery) -> Space:
             at_least=MIN_REQUESTS,
             at_most=MAX_REQUESTS,
             at_most_of=caps,
-            at_most_share=exact_ratio(query.options.request_table_share or 1),
+            shares=(
+                Share(of_budget=exact_ratio(query.options.request_table_share or 1), counts="bookkeeping"),
+                Share(of_budget=exact_ratio(query.options.request_state_share or 1), counts="kv"),
+            ),
             needs=1,
         )
-        options = ("context_length", "request_table_share")
+        options = ("context_length", "request_table_share", "request_state_share")
     return Space(name=REQUESTS, rule=rule, issued_by="request_pool", options=options)

@@ -15,7 +15,7 @@ READS = ("page_size", "hisparse", "hisparse_host_to_device_ratio", "hisparse_top
 
 def has_host_tier(query: StateQuery) -> bool:
     """Return whether rows are kept in two tiers: it is asked for, and the model has an indexer, on whatever rank."""
-    return bool(query.options.hisparse) and any(layer.kind == KIND for layer in query.model.layers)
+    return bool(query.options.hisparse) and any(group.kind == KIND for group in query.all_groups)
 
 
 def token_spaces(query: StateQuery, full: Space) -> dict[str, Space]:

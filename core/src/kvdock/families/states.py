@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from kvdock.demand import MAX_REQUESTS, decode_extra_rows, state_slots_per_request
 from kvdock.errors import PlanError
-from kvdock.layout import MAX_SLOTS, STATE, SizeRule, Space
+from kvdock.layout import MAX_SLOTS, REQUESTS, STATE, Share, SizeRule, Space
 from kvdock.options import exact_ratio
 from kvdock.queries import Query, StateQuery
 
 KIND = "state"
 """Kind of a layer that keeps a state per request."""
-KINDS = frozenset({KIND, "hybrid"})
-"""Kinds of layers that keep a state, alone or beside their keys and values."""
 
 
 def has_states(query: StateQuery) -> bool:
     """Return whether the model, on whatever rank, has layers that keep states."""
-    return any(layer.kind in KINDS for layer in query.model.layers)
+    return any(group.space == STATE for group in query.all_groups)
 
 
 def rule_is_fixed(query: StateQuery) -> bool:
@@ -49,7 +47,13 @@ def state_space(query: StateQuery) -> Space:
         owned = any(group.space == STATE for group in query.groups)
         rule = SizeRule(
             fixed=MAX_SLOTS - 1 if owned else MAX_REQUESTS * each,
-            at_most_share=(numerator, numerator + denominator),
+            shares=(
+                Share(
+                    of_budget=(numerator, numerator + denominator),
+                    counts="kv",
+                    beside=((REQUESTS, (1, each)),),  # draft snapshots of the requests that the slots serve
+                ),
+            ),
             needs=each,
         )
         options.append("state_memory_ratio")

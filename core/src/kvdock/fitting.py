@@ -1,0 +1,319 @@
+"""What fits on one rank: requests, tokens and every space, in steps on which all ranks agree.
+
+A rank first sizes alone, then takes the smallest of all ranks' numbers twice: of what does not follow the
+tokens alone (requests, spaces with a share of the budget), and of the tokens that fit beside those. All sizes
+follow from these agreed numbers, so they are equal on all ranks and the rank that binds is not a page short.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from typing import TypeVar
+
+import msgspec
+
+from kvdock.budget import Budget, refuse_budget, show_bytes
+from kvdock.errors import BudgetError, PlanError
+from kvdock.families.groups import MIN_TOKENS
+from kvdock.layout import MAX_SLOTS, REQUESTS, STATE, round_up
+from kvdock.outline import Outline
+from kvdock.sizing import Problem, Solution, Solver, largest, token_factors
+from kvdock.storages import bytes_of
+
+T = TypeVar("T")
+Vector = tuple[int, ...]
+"""What a rank proposes or what all agreed on: the smallest of each place over the ranks."""
+NOBODY = 2**62
+"""Stands in a vector for a rank that has nothing to say."""
+
+
+class Agreement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What ranks that are sized together agreed on, and which of them binds.
+
+    `tokens` is what every rank plans for (a rank's own slots), `own_tokens` what this rank would hold beside the
+    agreed requests, `next_tokens` what the ranks other than the binding one would (``None`` where all bind).
+    Budgets are those of the ranks with the least and the most.
+    """
+
+    rank: int
+    ranks: int
+    binding_rank: int
+    tokens: int
+    own_tokens: int
+    next_tokens: int | None
+    least_budget_bytes: int
+    least_budget_rank: int
+    most_budget_bytes: int
+    vectors: tuple[Vector, ...]
+    """What was agreed on, step by step; enough to plan this rank again without the others."""
+
+
+class Fitted(msgspec.Struct, frozen=True, kw_only=True):
+    """The sizes of a rank, the budget that they are measured by, and what a person should know."""
+
+    problem: Problem
+    budget: Budget
+    solution: Solution
+    agreement: Agreement
+    warnings: tuple[str, ...]
+
+
+Steps = Generator[Vector, Vector, Fitted]
+"""Sizing in progress: yields what this rank proposes, is sent what all ranks agreed on, returns the sizes."""
+
+
+def fit(outline: Outline, budget: Budget, cap_tokens: int | None, rank: int = 0, ranks: int = 1) -> Steps:
+    """Size one rank in steps.
+
+    Raises:
+        PlanError, BudgetError: what does not fit on this rank, and what would.
+    """
+    warnings: list[str] = []
+    problem = _problem(outline, cap_tokens)
+    follows = _follows_tokens(problem)
+    none_follows, *_ = yield (-int(follows),)
+    if none_follows == 0 and problem.cap_tokens is None:
+        problem = _without_kv(outline, problem)
+    try:
+        budget = _authoritative_budget(outline, problem, budget, warnings)
+        alone = _solve(problem, budget.nbytes, outline, warnings)
+    except BudgetError as error:
+        raise refuse_budget(error, budget, outline.device, outline.options.values) from error
+    fixed = _fixed_spaces(problem)
+    agreed = yield tuple(alone.sizes[name] for name in fixed)
+    pinned = dict(zip(fixed, agreed, strict=True))
+    solver = Solver(problem, budget.nbytes, pinned)
+    own = alone if pinned.items() <= alone.sizes.items() else solver.solve()
+    agreement, tokens = yield from _compare(own, budget, rank, ranks, (none_follows,), agreed)
+    solution = own if own.tokens == tokens else solver.at(tokens, f"rank {agreement.binding_rank}")
+    warnings += _lowered(alone, solution, agreement, outline)
+    return Fitted(problem=problem, budget=budget, solution=solution, agreement=agreement, warnings=tuple(warnings))
+
+
+def _compare(
+    own: Solution, budget: Budget, rank: int, ranks: int, *before: Vector
+) -> Generator[Vector, Vector, tuple[Agreement, int]]:
+    """Agree on the tokens and find out which rank binds and how far the others are from it."""
+    (tokens, least, most) = yield (own.tokens, budget.nbytes, -budget.nbytes)
+    binds = own.tokens == tokens
+    told = yield (
+        rank if binds else NOBODY,
+        NOBODY if binds else own.tokens,
+        rank if budget.nbytes == least else NOBODY,
+    )
+    return Agreement(
+        rank=rank,
+        ranks=ranks,
+        binding_rank=told[0],
+        tokens=tokens,
+        own_tokens=own.tokens,
+        next_tokens=None if told[1] == NOBODY else told[1],
+        least_budget_bytes=least,
+        least_budget_rank=told[2],
+        most_budget_bytes=-most,
+        vectors=(*before, (tokens, least, most), told),
+    ), tokens
+
+
+def _lowered(alone: Solution, solution: Solution, agreement: Agreement, outline: Outline) -> list[str]:
+    """Return a sentence where other ranks lower what this one would serve, and where memory is uneven."""
+    found = []
+    asked = outline.given.max_running_requests
+    if asked is not None and solution.sizes[REQUESTS] < alone.sizes[REQUESTS]:
+        found.append(
+            f"max_running_requests: {asked} asked for, {solution.sizes[REQUESTS]} fit on every rank; "
+            "the rank with the least memory to spare decides"
+        )
+    least, most = agreement.least_budget_bytes, agreement.most_budget_bytes
+    if agreement.next_tokens is not None and least * UNEVEN[1] < most * UNEVEN[0]:
+        found.append(
+            f"memory is uneven: rank {agreement.least_budget_rank} has {show_bytes(least)} for the cache, another has "
+            f"{show_bytes(most)}; rank {agreement.binding_rank} limits every rank to {agreement.tokens:,} tokens, "
+            f"the others would hold {agreement.next_tokens:,}"
+        )
+    return found
+
+
+UNEVEN = (9, 10)
+"""Ranks whose budgets differ by more than this factor are worth a warning."""
+
+
+def replay(steps: Generator[Vector, Vector, T], vectors: Sequence[Vector]) -> T:
+    """Run the steps of a rank with what was agreed on before; its own proposals where that ends (all of them: alone).
+
+    Raises:
+        PlanError: what was agreed on cannot have come from this rank.
+    """
+    told = iter(vectors)
+    try:
+        proposed = next(steps)
+        while True:
+            agreed = next(told, proposed)
+            if len(agreed) != len(proposed) or any(a > own for a, own in zip(agreed, proposed, strict=True)):
+                raise PlanError(f"the ranks agreed on {list(agreed)}, but this rank can do {list(proposed)} at most")
+            proposed = steps.send(agreed)
+    except StopIteration as end:
+        done: T = end.value
+        return done
+
+
+def _fixed_spaces(problem: Problem) -> tuple[str, ...]:
+    """Return the spaces whose sizes do not follow from the tokens alone."""
+    return tuple(sorted(name for name, space in problem.spaces.items() if name == REQUESTS or space.rule.shares))
+
+
+def _problem(outline: Outline, cap_tokens: int | None) -> Problem:
+    options = outline.options.values
+    page = options.page_size or 1
+    caps = {"max_total_tokens": options.max_total_tokens, "cap_tokens": cap_tokens}
+    given = {name: value for name, value in caps.items() if value is not None}
+    if page > MAX_SLOTS // 3:
+        raise PlanError(f"page_size={page} leaves no room for a page beside padding among {MAX_SLOTS:,} slots")
+    for name, value in given.items():
+        if value < page:
+            raise PlanError(f"{name}={value} is less than one page; give at least page_size={page}")
+    name = min(given, key=lambda key: given[key]) if given else "max_total_tokens"
+    return Problem(
+        spaces=outline.spaces,
+        buffers=outline.buffers,
+        page_size=page,
+        granularity_bytes=outline.device.granularity_bytes,
+        cap_tokens=given.get(name),
+        cap_name=name,
+    )
+
+
+def _follows_tokens(problem: Problem) -> bool:
+    """Return whether some KV of this rank grows with the tokens."""
+    factors = token_factors(problem.spaces)
+    return any(b.is_kv and b.space is not None and factors[b.space] for b in problem.buffers)
+
+
+def _without_kv(outline: Outline, problem: Problem) -> Problem:
+    """Return the problem with the tokens that ranks number when no KV of any of them grows with tokens."""
+    options, page = outline.options.values, problem.page_size
+    context = options.context_length or outline.model.context_length
+    requests = options.max_running_requests or outline.spaces[REQUESTS].rule.at_least or 1
+    tokens = min(round_up(requests * context, page), (MAX_SLOTS - page) // page * page)
+    return msgspec.structs.replace(problem, cap_tokens=tokens, cap_name="max_running_requests · context_length")
+
+
+def _authoritative_budget(outline: Outline, problem: Problem, budget: Budget, warnings: list[str]) -> Budget:
+    """Return the budget, raised to the free memory where the user's own token count needs it.
+
+    `mem_fraction_static` is a default's way of leaving room; tokens that the user states outright win
+    over it as long as the memory is really there. Where it is not, the fraction's own capacity holds.
+    """
+    tokens = outline.options.values.max_total_tokens
+    if budget.base == "given" or tokens is None:
+        return budget
+    needed = _stated_nbytes(outline, problem, budget, tokens)
+    fraction = f"mem_fraction_static={outline.options.values.mem_fraction_static}"
+    if needed <= budget.nbytes:
+        return budget
+    if needed > budget.free_bytes:
+        warnings.append(
+            f"max_total_tokens={tokens} takes {show_bytes(needed)}, but {show_bytes(max(0, budget.free_bytes))} are "
+            f"free after weights; what {fraction} leaves ({show_bytes(budget.nbytes)}) is planned instead"
+        )
+        return budget
+    warnings.append(
+        f"max_total_tokens={tokens} takes {show_bytes(needed)}, more than {fraction} leaves "
+        f"({show_bytes(budget.nbytes)}); the stated tokens win, and {show_bytes(budget.free_bytes - needed)} stay "
+        "for activations"
+    )
+    return msgspec.structs.replace(
+        budget, nbytes=needed, note=f"{show_bytes(needed)}, what max_total_tokens={tokens} takes of the free memory"
+    )
+
+
+def _stated_nbytes(outline: Outline, problem: Problem, budget: Budget, tokens: int) -> int:
+    """Return the bytes of a cache of the tokens that the user stated, with the requests that go with them."""
+    limit = outline.spaces[REQUESTS].rule.fixed
+    pinned = {REQUESTS: max(1, min(limit, tokens // MIN_TOKENS))} if limit else {}
+    solver = Solver(problem, max(budget.free_bytes, 0), pinned)
+    return solver.nbytes(max(tokens // problem.page_size * problem.page_size, solver.floor_tokens()))
+
+
+def _solve(problem: Problem, budget_bytes: int, outline: Outline, warnings: list[str]) -> Solution:
+    rule = outline.spaces[REQUESTS].rule
+    asked = rule.fixed if outline.given.max_running_requests is not None else 0
+    if not asked:
+        return Solver(problem, budget_bytes).solve()
+    Solver(problem, budget_bytes, {REQUESTS: 1}).check_cap()
+    charge = _Charge(problem, budget_bytes)
+    with_states = charge.within_states(asked, warnings)
+    fixed = charge.within_cap(with_states)
+    charge.refuse_tables(fixed)
+    solution = Solver(problem, budget_bytes, {REQUESTS: fixed}).solve()
+    if solution.tokens < MIN_TOKENS * fixed:
+        fixed = max(1, charge.served(fixed))
+        solution = Solver(problem, budget_bytes, {REQUESTS: fixed}).solve()
+    if fixed < with_states:
+        raised_by = "a larger budget or a narrower kv_cache_dtype"
+        warnings.append(
+            f"max_running_requests: {asked} asked for, {fixed} fit, since each needs {MIN_TOKENS} of the "
+            f"{solution.tokens} tokens; {problem.cap_name if solution.bound == problem.cap_name else raised_by} raises it"
+        )
+    return solution
+
+
+class _Charge:
+    """What a number of requests that the user fixed takes, tables in full."""
+
+    def __init__(self, problem: Problem, budget_bytes: int) -> None:
+        self.problem = problem
+        self.budget_bytes = budget_bytes
+
+    def nbytes(self, requests: int, tokens_each: int) -> int:
+        """Return all bytes with `requests` rows and, for each, `tokens_each` tokens; at least what one needs."""
+        page = self.problem.page_size
+        solver = Solver(self.problem, self.budget_bytes, {REQUESTS: requests})
+        tokens = round_up(requests * tokens_each, page)
+        if self.problem.cap_tokens is not None:
+            tokens = min(tokens, self.problem.cap_tokens // page * page)
+        return solver.nbytes(max(tokens, solver.floor_tokens()))
+
+    def within_cap(self, limit: int) -> int:
+        """Return `limit`, or the most requests that have their tokens under the cap."""
+        cap, page = self.problem.cap_tokens, self.problem.page_size
+        return limit if cap is None else max(1, min(limit, cap // page * page // MIN_TOKENS))
+
+    def within_states(self, limit: int, warnings: list[str]) -> int:
+        """Return `limit`, or the most requests whose states have slots, with a warning."""
+        each = dict(self.problem.spaces[REQUESTS].rule.at_most_of).get(STATE)
+        if each is None:
+            return limit
+        slots = Solver(self.problem, self.budget_bytes, {REQUESTS: limit}).sizes(self.problem.page_size)[STATE]
+        fits = max(1, slots * each[0] // each[1])
+        if fits < limit:
+            warnings.append(
+                f"max_running_requests: {limit} asked for, {fits} fit, since a request may hold {each[1]} of the {slots} "
+                f"state slots; max_state_slots={limit * each[1]} serves all of them"
+            )
+        return min(limit, fits)
+
+    def served(self, limit: int, tokens_each: int = MIN_TOKENS) -> int:
+        """Return the most requests up to `limit` that have `tokens_each` tokens each."""
+        return largest(lambda count: self.nbytes(count, tokens_each) <= self.budget_bytes, 0, limit)
+
+    def refuse_tables(self, requests: int) -> None:
+        """Refuse a limit whose tables do not fit beside one page per request.
+
+        Raises:
+            BudgetError: always then; gives the bytes and the number that fits.
+        """
+        own = [b for b in self.problem.buffers if b.space == REQUESTS and b.memory == "device"]
+        sizes = {REQUESTS: requests}
+        tables = sum(bytes_of(own, self.problem.spaces, sizes, self.problem.granularity_bytes))
+        needed = self.nbytes(requests, self.problem.page_size)
+        if not tables or needed <= self.budget_bytes:
+            return
+        fits = self.served(requests, max(MIN_TOKENS, self.problem.page_size))
+        raise BudgetError(
+            f"max_running_requests={requests} needs {needed:,} bytes with one page per request "
+            f"({tables:,} of them what each request keeps: tables, draft snapshots), but the budget is {self.budget_bytes:,} bytes; "
+            + (f"max_running_requests={fits} fits" if fits else "not one request fits"),
+            needed_bytes=needed,
+            budget_bytes=self.budget_bytes,
+        )
