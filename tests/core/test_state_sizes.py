@@ -61,7 +61,7 @@ def test_slots_that_are_given_are_kept_and_bound_the_requests():
     made = plan(max_state_slots=10)
     assert made.spaces["state"] == 10
     assert made.max_running_requests == 3
-    assert (made.limits[1].factor, made.limits[1].raised_by) == ("state slots // 3", "max_state_slots")
+    assert (made.limits[1].factor, made.limits[1].raised_by) == ("state slots // 3", ("max_state_slots",))
 
 
 def test_a_request_limit_above_the_slots_gives_way_with_a_warning_that_works():

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvdock.cache import KVCache
 from kvdock.errors import BuildError
+from kvdock.layout import TARGET
 from kvdock.planned import Parts
 from kvdock.plugins import resolve
 from kvdock.pools.storage import Tensors, allocate, allocate_overlays
@@ -60,6 +61,7 @@ def build(
 def _assembled(plan: CachePlan, device: torch.device, debug: bool, group: Any) -> KVCache:
     cache = _Assembly(plan, device, debug, group).cache()
     _verify(cache)
+    _verify_no_kv(cache)
     return cache
 
 
@@ -218,6 +220,29 @@ def _verify(cache: KVCache) -> None:
     for what, (built, planned) in found.items():
         if built != planned:
             raise BuildError(f"{built} {what} were built but {planned} planned; a class must take its size from Parts")
+
+
+def _verify_no_kv(cache: KVCache) -> None:
+    """Verify that a cache without KV keeps none, whatever class a plugin named and whatever that class claims.
+
+    Raises:
+        BuildError: a pool of the target takes memory by slots, or lists memory that a transfer would move.
+    """
+    outline = cache.plan.outline
+    if not outline.options.values.prefill_only_disable_kv_cache:
+        return
+    for choice in outline.pools:
+        if choice.worker != TARGET:
+            continue
+        pool = cache.pools[choice.name]
+        kept = [buffer.name for buffer in choice.buffers if buffer.space is not None]
+        kept += [info.name for info in pool.buffer_infos()]
+        if kept or "no_kv" not in type(pool).features:
+            raise BuildError(
+                f"prefill_only_disable_kv_cache=true needs a pool that keeps nothing, but group {choice.name!r} got "
+                f"{type(pool).__name__} of plugin {choice.plugin!r}, which keeps {', '.join(dict.fromkeys(kept)) or 'KV'}; "
+                f"leave the option out, or the plugin with no_plugins={choice.plugin}"
+            )
 
 
 def _compare(plan: CachePlan, device_bytes: int, host_bytes: int, subject: str) -> None:

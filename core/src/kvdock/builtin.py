@@ -27,7 +27,7 @@ from kvdock.families import groups
 from kvdock.hookspecs import CONTRACT, hookimpl
 from kvdock.layout import DEVICE, FULL, HOST, REQUESTS, STATE, SWA, LayerGroup, Space
 from kvdock.model import ModelSpec
-from kvdock.objections import objections
+from kvdock.objections import objections, prefill_only_objections
 from kvdock.pools import (
     BlockMHAPool,
     BlockMLAPool,
@@ -146,12 +146,9 @@ class CorePlugin:
         return objections(query)
 
     @hookimpl
-    def validate_prefill_only(self, query: PlanQuery) -> str | None:
-        """Object unless the device says that its backend can work without the cache."""
-        backend = query.options.prefill_attention_backend or query.options.attention_backend
-        if f"skip_kv_cache:{backend}" in query.device.capabilities:
-            return None
-        return f"no attention backend of {query.device.name} is known to work without a KV cache"
+    def validate_prefill_only(self, query: PlanQuery) -> tuple[str, ...]:
+        """Object unless plain attention of an embedding model runs on a backend that the device says needs no cache."""
+        return prefill_only_objections(query)
 
 
 def _is_only_sliding(space: Space) -> bool:

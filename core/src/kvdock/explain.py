@@ -188,4 +188,4 @@ def _costs(plan: CachePlan) -> Iterator[str]:
 def _limits(plan: CachePlan) -> Iterator[str]:
     for limit in plan.limits:
         asked = f", {limit.requested:,} asked for" if limit.requested is not None else ""
-        yield f"{limit.name}: {limit.effective:,}{asked}; bound by {limit.factor}; raised by {limit.raised_by}"
+        yield f"{limit.name}: {limit.effective:,}{asked}; bound by {limit.factor}; raised by {', '.join(limit.raised_by)}"

@@ -7,6 +7,7 @@ follow from these agreed numbers, so they are equal on all ranks and the rank th
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Generator, Sequence
 from typing import TypeVar
 
@@ -16,8 +17,9 @@ from kvdock.budget import Budget, refuse_budget, show_bytes
 from kvdock.errors import BudgetError, PlanError
 from kvdock.families.groups import MIN_TOKENS
 from kvdock.layout import MAX_SLOTS, REQUESTS, STATE, round_up
+from kvdock.model import model_to_builtins
 from kvdock.outline import Outline
-from kvdock.sizing import Problem, Solution, Solver, largest, token_factors
+from kvdock.sizing import Problem, Solution, Solver, largest, token_factors, total_nbytes
 from kvdock.storages import bytes_of
 
 T = TypeVar("T")
@@ -70,23 +72,28 @@ def fit(outline: Outline, budget: Budget, cap_tokens: int | None, rank: int = 0,
     """
     warnings: list[str] = []
     problem = _problem(outline, cap_tokens)
-    follows = _follows_tokens(problem)
-    none_follows, *_ = yield (-int(follows),)
-    if none_follows == 0 and problem.cap_tokens is None:
+    fixed = _fixed_spaces(problem)
+    common = _digest(outline, fixed)
+    begun = yield (-int(_follows_tokens(problem)), common, -common)
+    if begun[1] != -begun[2]:
+        raise PlanError("the ranks plan different models, options or parallel sizes; give all of them the same")
+    if begun[0] == 0 and problem.cap_tokens is None:
         problem = _without_kv(outline, problem)
     try:
         budget = _authoritative_budget(outline, problem, budget, warnings)
         alone = _solve(problem, budget.nbytes, outline, warnings)
     except BudgetError as error:
         raise refuse_budget(error, budget, outline.device, outline.options.values) from error
-    fixed = _fixed_spaces(problem)
     agreed = yield tuple(alone.sizes[name] for name in fixed)
     pinned = dict(zip(fixed, agreed, strict=True))
     solver = Solver(problem, budget.nbytes, pinned)
     own = alone if pinned.items() <= alone.sizes.items() else solver.solve()
-    agreement, tokens = yield from _compare(own, budget, rank, ranks, (none_follows,), agreed)
+    agreement, tokens = yield from _compare(own, budget, rank, ranks, begun, agreed)
     solution = own if own.tokens == tokens else solver.at(tokens, f"rank {agreement.binding_rank}")
     warnings += _lowered(alone, solution, agreement, outline)
+    if outline.sized_buffers != outline.buffers:
+        problem = msgspec.structs.replace(problem, buffers=outline.buffers)
+        solution = msgspec.structs.replace(solution, total_bytes=total_nbytes(problem, solution.sizes))
     return Fitted(problem=problem, budget=budget, solution=solution, agreement=agreement, warnings=tuple(warnings))
 
 
@@ -162,6 +169,17 @@ def _fixed_spaces(problem: Problem) -> tuple[str, ...]:
     return tuple(sorted(name for name, space in problem.spaces.items() if name == REQUESTS or space.rule.shares))
 
 
+def _digest(outline: Outline, fixed: tuple[str, ...]) -> int:
+    """Return a number that ranks share which number the same slots: of models, options, sizes and spaces, not places."""
+    models = [{**model_to_builtins(model), "name": ""} for model in outline.models]
+    given = msgspec.structs.replace(outline.given, draft=None)  # perhaps a path on this host; its model is here
+    parallels = [msgspec.structs.replace(own, pp_rank=0, cp_rank=0) for own in outline.parallels]
+    numbering = [(space.name, space.page_size, space.window_tokens) for space in outline.spaces.values()]
+    encoder = msgspec.json.Encoder(enc_hook=repr, order="deterministic")
+    text = encoder.encode((models, given, parallels, numbering, fixed))
+    return int.from_bytes(hashlib.sha256(text).digest()[:6], "big")
+
+
 def _problem(outline: Outline, cap_tokens: int | None) -> Problem:
     options = outline.options.values
     page = options.page_size or 1
@@ -175,11 +193,12 @@ def _problem(outline: Outline, cap_tokens: int | None) -> Problem:
     name = min(given, key=lambda key: given[key]) if given else "max_total_tokens"
     return Problem(
         spaces=outline.spaces,
-        buffers=outline.buffers,
+        buffers=outline.sized_buffers,
         page_size=page,
         granularity_bytes=outline.device.granularity_bytes,
         cap_tokens=given.get(name),
         cap_name=name,
+        host_budget_bytes=options.host_budget_bytes,
     )
 
 
@@ -214,7 +233,7 @@ def _authoritative_budget(outline: Outline, problem: Problem, budget: Budget, wa
     if needed > budget.free_bytes:
         warnings.append(
             f"max_total_tokens={tokens} takes {show_bytes(needed)}, but {show_bytes(max(0, budget.free_bytes))} are "
-            f"free after weights; what {fraction} leaves ({show_bytes(budget.nbytes)}) is planned instead"
+            f"free beside weights and reserve; what {fraction} leaves ({show_bytes(budget.nbytes)}) is planned instead"
         )
         return budget
     warnings.append(

@@ -4,35 +4,50 @@ from __future__ import annotations
 
 import msgspec
 
-from kvdock.layout import DEVICE, REQUESTS, STATE
+from kvdock.demand import DECODE_REQUESTS_WITH_EXTRA, decode_extra_rows, state_slots_per_request
+from kvdock.layout import DEVICE, REQUESTS, STATE, Space
 from kvdock.outline import Outline
-from kvdock.sizing import Solution
+from kvdock.sizing import Problem, Solution, Solver
 
 LARGER_BUDGET = "a larger budget"
+CHEAPER_TOKENS = (LARGER_BUDGET, "a narrower kv_cache_dtype", "more ranks")
 
 
 class Limit(msgspec.Struct, frozen=True, kw_only=True):
-    """One limit; `requested` is ``None`` where nothing was asked for."""
+    """One limit; `requested` is ``None`` where nothing was asked for.
+
+    `raised_by` names what would raise it: options by their name, and what is no option in words.
+    """
 
     name: str
     requested: int | None
     effective: int
     factor: str
-    raised_by: str
+    raised_by: tuple[str, ...]
 
 
-def find_limits(outline: Outline, solution: Solution, tokens: int) -> tuple[Limit, Limit, Limit]:
-    """Return the limits on tokens, on requests, and on the tokens of one request."""
-    return (
+def find_limits(
+    outline: Outline, problem: Problem, budget_bytes: int, solution: Solution, tokens: int
+) -> tuple[Limit, ...]:
+    """Return the limits on tokens, requests, the tokens of one request, state slots, and requests that arrive.
+
+    The last two only where a cache has states or a role in which requests arrive.
+    """
+    found = [
         _token_limit(outline, solution, tokens),
-        _request_limit(outline, solution),
-        _length_limit(outline, tokens),
-    )
+        _request_limit(outline, Solver(problem, budget_bytes), solution),
+        _length_limit(outline, solution, tokens),
+    ]
+    if STATE in outline.spaces:
+        found.append(_state_limit(outline, solution))
+    if outline.options.values.role == "decode":
+        found.append(_arrival_limit(outline))
+    return tuple(found)
 
 
-def limit_warnings(limits: tuple[Limit, Limit, Limit]) -> list[str]:
+def limit_warnings(limits: tuple[Limit, ...]) -> list[str]:
     """Return a sentence for each limit that is lower than what was asked for."""
-    tokens, _, length = limits
+    tokens, _, length = limits[:3]
     found = []
     if tokens.requested is not None and tokens.factor != "max_total_tokens":
         found.append(
@@ -42,7 +57,7 @@ def limit_warnings(limits: tuple[Limit, Limit, Limit]) -> list[str]:
     if length.factor == "tokens":
         found.append(
             f"a request can have {length.effective} tokens at most, fewer than context_length={length.requested}; "
-            "a larger budget, a narrower kv_cache_dtype or more ranks raise it"
+            f"raised by: {', '.join(length.raised_by)}"
         )
     return found
 
@@ -53,42 +68,70 @@ def _token_limit(outline: Outline, solution: Solution, tokens: int) -> Limit:
         requested=outline.given.max_total_tokens,
         effective=tokens,
         factor=solution.bound,
-        raised_by="max_total_tokens" if solution.bound == "max_total_tokens" else LARGER_BUDGET,
+        raised_by=_raises_tokens(outline, solution.bound),
     )
 
 
-def _request_limit(outline: Outline, solution: Solution) -> Limit:
-    requests, rule = solution.sizes[REQUESTS], outline.spaces[REQUESTS].rule
-    asked = outline.given.max_running_requests
-    states, buffers = (dict(rule.at_most_of).get(space) for space in (STATE, DEVICE))
-    if states is not None and requests == solution.sizes[STATE] * states[0] // states[1]:
-        factor, raised_by = f"state slots // {states[1]}", _state_options(outline)
-    elif requests * 2 + 1 >= solution.tokens:
-        factor, raised_by = "tokens // 2", LARGER_BUDGET
-    elif asked is not None:
-        factor, raised_by = "max_running_requests", "max_running_requests"
-    elif buffers is not None and requests == solution.sizes[DEVICE] * buffers[0] // buffers[1]:
-        factor, raised_by = (
-            f"device slots // {buffers[1]}",
-            f"a smaller hisparse_device_buffer_size, or {LARGER_BUDGET}",
-        )
-    elif requests < rule.at_least:
-        factor, raised_by = (
-            "request_table_share",
-            "request_table_share, max_running_requests, or a shorter context_length",
-        )
-    else:
-        factor, raised_by = "tokens · 512 / context_length, from 2048 to 4096", "max_running_requests"
-    return Limit(name="requests", requested=asked, effective=requests, factor=factor, raised_by=raised_by)
+def _raises_tokens(outline: Outline, bound: str) -> tuple[str, ...]:
+    """Return what lets a cache hold more tokens, by what stopped their growth."""
+    if bound in ("max_total_tokens", "host_budget_bytes", "cap_tokens"):
+        return (bound,)
+    if bound == "max_running_requests · context_length":
+        return ("max_running_requests", "context_length")
+    if bound.startswith("rank "):
+        return (f"more memory, or fewer layers, on {bound}",)
+    if bound != "budget":
+        return ("more ranks",)
+    ratio = any("swa_full_tokens_ratio" in space.options for space in outline.spaces.values())
+    return (*CHEAPER_TOKENS, *(("swa_full_tokens_ratio",) if ratio else ()))
 
 
-def _state_options(outline: Outline) -> str:
+def _request_limit(outline: Outline, solver: Solver, solution: Solution) -> Limit:
+    requests = solution.sizes[REQUESTS]
+    factor, raised_by = _request_factor(outline, solver, solution)
+    return Limit(
+        name="requests",
+        requested=outline.given.max_running_requests,
+        effective=requests,
+        factor=factor,
+        raised_by=raised_by,
+    )
+
+
+def _request_factor(outline: Outline, solver: Solver, solution: Solution) -> tuple[str, tuple[str, ...]]:
+    """Return what stops the growth of the requests, and what would let them grow."""
+    space = outline.spaces[REQUESTS]
+    requests, caps = solution.sizes[REQUESTS], dict(space.rule.at_most_of)
+    if STATE in caps and requests == solution.sizes[STATE] * caps[STATE][0] // caps[STATE][1]:
+        return f"state slots // {caps[STATE][1]}", _raises_states(outline)
+    if requests * 2 + 1 >= solution.tokens:
+        return "tokens // 2", _raises_tokens(outline, solution.bound)
+    if outline.given.max_running_requests is not None:
+        if requests < space.rule.fixed:
+            return "other ranks", ("more memory on the rank that binds",)
+        return "max_running_requests", ("max_running_requests",)
+    if DEVICE in caps and requests == solution.sizes[DEVICE] * caps[DEVICE][0] // caps[DEVICE][1]:
+        return f"device slots // {caps[DEVICE][1]}", ("hisparse_device_buffer_size (a smaller one)", LARGER_BUDGET)
+    if requests < space.rule.at_least:
+        share = _binding_share(solver, space)
+        return share, (share, "max_running_requests", "context_length (a shorter one)")
+    return "tokens · 512 / context_length, from 2048 to 4096", ("max_running_requests",)
+
+
+def _binding_share(solver: Solver, space: Space) -> str:
+    """Return the option whose share of the budget lets the fewest requests have what each keeps."""
+    shares = {share.counts: solver.within_share(space, share) for share in space.rule.shares}
+    states = shares.get("kv", 0) < shares.get("bookkeeping", 0)
+    return "request_state_share" if states else "request_table_share"
+
+
+def _raises_states(outline: Outline) -> tuple[str, ...]:
     if outline.given.max_state_slots is not None:
-        return "max_state_slots"
-    return "max_running_requests (states then follow it), state_memory_ratio, or a larger budget"
+        return ("max_state_slots",)
+    return ("max_running_requests (states then follow it)", "state_memory_ratio", LARGER_BUDGET)
 
 
-def _length_limit(outline: Outline, tokens: int) -> Limit:
+def _length_limit(outline: Outline, solution: Solution, tokens: int) -> Limit:
     context = outline.options.values.context_length or outline.model.context_length
     fits = context <= tokens
     return Limit(
@@ -96,5 +139,38 @@ def _length_limit(outline: Outline, tokens: int) -> Limit:
         requested=context,
         effective=min(context, tokens),
         factor="context_length" if fits else "tokens",
-        raised_by="context_length" if fits else LARGER_BUDGET,
+        raised_by=("context_length",) if fits else _raises_tokens(outline, solution.bound),
+    )
+
+
+def _state_limit(outline: Outline, solution: Solution) -> Limit:
+    """Return the limit on state slots: the user's number, what the requests take, or a share of the memory."""
+    rule, given = outline.spaces[STATE].rule, outline.given
+    each = state_slots_per_request(outline.request_pool.query)
+    if rule.shares:
+        factor, raised_by = "state_memory_ratio", _raises_states(outline)
+    elif given.max_state_slots is not None:
+        factor, raised_by = "max_state_slots", ("max_state_slots",)
+    else:
+        factor, raised_by = f"requests · {each}", ("max_running_requests",)
+    return Limit(
+        name="state_slots",
+        requested=given.max_state_slots,
+        effective=solution.sizes[STATE],
+        factor=factor,
+        raised_by=raised_by,
+    )
+
+
+def _arrival_limit(outline: Outline) -> Limit:
+    """Return the rows of requests whose KV is still arriving at a decode worker."""
+    rows, asked = decode_extra_rows(outline.request_pool.query), outline.options.values.decode_extra_slots
+    twice = f"2 · max_running_requests, up to {DECODE_REQUESTS_WITH_EXTRA} requests"
+    factor = "decode_extra_slots" if asked is not None else twice
+    return Limit(
+        name="arriving_requests",
+        requested=asked,
+        effective=rows,
+        factor=factor,
+        raised_by=("decode_extra_slots",),
     )

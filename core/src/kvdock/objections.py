@@ -1,36 +1,84 @@
-"""What the core objects to in any plan, whatever the device: each rule answers a reason or ``None``."""
+"""What the core objects to, whatever the device: each rule answers a reason or ``None``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
-from kvdock.layout import TARGET
+from kvdock import dtypes
+from kvdock.layout import FULL, HOST, STATE, SWA, TARGET
 from kvdock.queries import PlanQuery
 
 STRIDED_BACKENDS = frozenset({"triton", "torch", "torch_native"})
 """Attention backends that read pages which do not follow each other."""
 
+STRIDED = "strided_pages:"
+"""A device's capability of this prefix names one more backend that reads such pages."""
+
+SKIPS_KV = "skip_kv_cache:"
+"""A device's capability of this prefix names a prefill backend that works without the cache."""
+
+Rule = Callable[[PlanQuery], str | None]
+
 
 def objections(query: PlanQuery) -> tuple[str, ...]:
     """Return every objection of the core to a plan."""
-    return tuple(reason for rule in RULES if (reason := rule(query)) is not None)
+    return _reasons(RULES, query)
+
+
+def prefill_only_objections(query: PlanQuery) -> tuple[str, ...]:
+    """Return every objection of the core to prefill-only work without a KV cache; drafts follow their target."""
+    return _reasons(PREFILL_ONLY_RULES, query) if query.worker == TARGET else ()
+
+
+def _reasons(rules: Iterable[Rule], query: PlanQuery) -> tuple[str, ...]:
+    return tuple(reason for rule in rules if (reason := rule(query)) is not None)
+
+
+def _named(query: PlanQuery, prefix: str) -> frozenset[str]:
+    """Return the backends that the device's capabilities of a prefix name."""
+    return frozenset(name.removeprefix(prefix) for name in query.device.capabilities if name.startswith(prefix))
+
+
+def _kinds(query: PlanQuery) -> frozenset[str]:
+    """Return the kinds of all layers, on whatever rank, so that all ranks answer alike."""
+    return frozenset(layer.kind for layer in query.model.layers)
+
+
+# Pages that do not follow each other.
 
 
 def _page_major_backend(query: PlanQuery) -> str | None:
-    options = query.options
-    if not options.page_major:
+    if not query.options.page_major:
         return None
-    named = {
+    return _unread_strides(query, "page_major=true lays pages apart", "page_major=false")
+
+
+def _page_major_dtype(query: PlanQuery) -> str | None:
+    if not query.options.page_major or dtypes.find(query.kv_dtype).bits > 4:
+        return None
+    return (
+        f"page_major=true does not lay out data of 4 bits (kv_cache_dtype={query.options.kv_cache_dtype}), whose scales "
+        "would be pages apart; give a kv_cache_dtype of 8 or 16 bits, or page_major=false"
+    )
+
+
+def _unread_strides(query: PlanQuery, what: str, instead: str) -> str | None:
+    """Return the reason if an attention backend that is asked for reads no pages apart."""
+    options, able = query.options, STRIDED_BACKENDS | _named(query, STRIDED)
+    asked = {
         options.prefill_attention_backend or options.attention_backend,
         options.decode_attention_backend or options.attention_backend,
     }
-    wrong = sorted(name for name in named if name is not None and name not in STRIDED_BACKENDS)
+    wrong = sorted(name for name in asked if name is not None and name not in able)
     if not wrong:
         return None
     return (
-        f"page_major=true lays pages apart, which the attention backend {', '.join(wrong)} does not read; give one of "
-        f"{', '.join(sorted(STRIDED_BACKENDS))}, or page_major=false"
+        f"{what}, which the attention backend {', '.join(wrong)} does not read; give one of "
+        f"{', '.join(sorted(able))}, or {instead}"
     )
+
+
+# Layers split over ranks.
 
 
 def _splits_layers(query: PlanQuery) -> bool:
@@ -63,5 +111,206 @@ def _split_drafts(query: PlanQuery) -> str | None:
     )
 
 
-RULES: tuple[Callable[[PlanQuery], str | None], ...] = (_page_major_backend, _split_ranks, _split_role, _split_drafts)
+# Drafts.
+
+
+def _draft_without_kv(query: PlanQuery) -> str | None:
+    on_last_stage = query.parallel.pp_rank == query.parallel.pp_size - 1
+    if query.worker == TARGET or query.groups or not on_last_stage:
+        return None
+    return (
+        f"the draft model {query.model.name!r} (worker {query.worker}) has no layer that keeps KV, so it has no pool; "
+        "give another draft, or speculative_algorithm=NGRAM, which drafts without a model"
+    )
+
+
+# One byte buffer for several spaces.
+
+
+def _is_unified(query: PlanQuery) -> bool:
+    """Return whether this is the plan of unified memory; drafts, which are asked about too, follow their target."""
+    return bool(query.options.unified_memory) and query.worker == TARGET
+
+
+def _unified_spaces(query: PlanQuery) -> str | None:
+    is_hybrid = STATE in query.spaces or ({FULL, SWA} <= query.spaces.keys() and _has_full_layers(query))
+    if not _is_unified(query) or is_hybrid:
+        return None
+    return (
+        f"unified_memory=true has nothing to share out: {query.model.name} has neither states nor sliding layers beside "
+        "full ones; leave unified_memory out"
+    )
+
+
+def _has_full_layers(query: PlanQuery) -> bool:
+    """Return whether a layer of the target keeps every token: beside one that slides, a draft may be all that does."""
+    windows = [layer.window_tokens for layer in query.model.layers if layer.kind != "none"]
+    return any(window is None or window + 1 >= query.context_length for window in windows)
+
+
+def _unified_latents(query: PlanQuery) -> str | None:
+    kinds = _kinds(query) & {"mla", "dsa"}
+    if not _is_unified(query) or not kinds:
+        return None
+    return (
+        f"unified_memory=true does not hold layers of kind {', '.join(sorted(kinds))}, only keys and values per head; "
+        "leave unified_memory out"
+    )
+
+
+def _unified_role(query: PlanQuery) -> str | None:
+    if not _is_unified(query) or query.options.role in (None, "none"):
+        return None
+    return (
+        f"unified_memory=true moves pages that another worker would read or write (role={query.options.role}); "
+        "give role=none, or unified_memory=false"
+    )
+
+
+def _unified_speculation(query: PlanQuery) -> str | None:
+    algorithm = query.options.speculative_algorithm
+    if not _is_unified(query) or algorithm is None:
+        return None
+    return f"unified_memory=true serves no speculation (speculative_algorithm={algorithm}); give one of the two"
+
+
+def _unified_dcp(query: PlanQuery) -> str | None:
+    if not _is_unified(query) or query.parallel.dcp_size == 1:
+        return None
+    return (
+        f"unified_memory=true does not shard a request over ranks (dcp_size={query.parallel.dcp_size}); "
+        "give dcp_size=1, or unified_memory=false"
+    )
+
+
+def _unified_host(query: PlanQuery) -> str | None:
+    if not _is_unified(query) or not (query.options.hisparse or HOST in query.spaces):
+        return None
+    return "unified_memory=true keeps no KV on the host (hisparse=true); give one of the two"
+
+
+def _unified_backend(query: PlanQuery) -> str | None:
+    if not _is_unified(query):
+        return None
+    return _unread_strides(query, "unified_memory=true lays pages apart", "unified_memory=false")
+
+
+# Prefill-only work without a cache.
+
+_LEAVE_OUT = "leave prefill_only_disable_kv_cache out"
+
+
+def _kind_with_cache(kind: str, keeps: str) -> Rule:
+    def rule(query: PlanQuery) -> str | None:
+        if kind not in _kinds(query):
+            return None
+        return f"{query.model.name} keeps {keeps} (kind {kind}), and only plain keys and values can be left out; {_LEAVE_OUT}"
+
+    return rule
+
+
+def _prefill_sliding(query: PlanQuery) -> str | None:
+    if SWA not in query.spaces:
+        return None
+    return f"{query.model.name} has sliding layers with a pool of their own; give hybrid_swa=off, or {_LEAVE_OUT}"
+
+
+def _prefill_states(query: PlanQuery) -> str | None:
+    if STATE not in query.spaces:
+        return None
+    return f"{query.model.name} has states beside keys and values, which prefill reads; {_LEAVE_OUT}"
+
+
+def _prefill_dtype(query: PlanQuery) -> str | None:
+    if dtypes.find(query.kv_dtype).bits > 4:
+        return None
+    return (
+        f"kv_cache_dtype={query.options.kv_cache_dtype} is read through scales that only a cache holds; "
+        f"give a kv_cache_dtype of 8 or 16 bits, or {_LEAVE_OUT}"
+    )
+
+
+def _prefill_backend(query: PlanQuery) -> str | None:
+    backend = query.options.prefill_attention_backend or query.options.attention_backend
+    able = _named(query, SKIPS_KV)
+    if backend in able:
+        return None
+    if not able:
+        return f"no attention backend of {query.device.name} is known to work without a KV cache; {_LEAVE_OUT}"
+    given = f"attention backend {backend} of" if backend else "the attention backend, which is not given, of"
+    return (
+        f"{given} {query.device.name} is not known to work without a KV cache; "
+        f"give prefill_attention_backend={' or '.join(sorted(able))}"
+    )
+
+
+def _prefill_embedding(query: PlanQuery) -> str | None:
+    asked = query.options.is_embedding
+    if query.model.is_embedding if asked is None else asked:
+        return None
+    return (
+        f"{query.model.name} is run to generate, which reads the KV of earlier tokens; "
+        f"give is_embedding=true if it embeds, or {_LEAVE_OUT}"
+    )
+
+
+def _prefill_chunks(query: PlanQuery) -> str | None:
+    size = query.options.chunked_prefill_size
+    if size is None:
+        return None
+    return (
+        f"chunked_prefill_size={size} cuts a prompt, and a later chunk reads the KV of an earlier one; "
+        "leave chunked_prefill_size out"
+    )
+
+
+def _prefill_prefixes(query: PlanQuery) -> str | None:
+    if query.options.prefix_cache is False:
+        return None
+    return "prefix_cache=true reads the KV of earlier requests; give prefix_cache=false"
+
+
+def _prefill_ranks(query: PlanQuery) -> str | None:
+    if query.parallel.cp_size == 1:
+        return None
+    return f"cp_size={query.parallel.cp_size} has ranks read each other's KV; give cp_size=1"
+
+
+def _prefill_host(query: PlanQuery) -> str | None:
+    if not (query.options.hisparse or HOST in query.spaces):
+        return None
+    return f"hisparse=true keeps on the host what is not to be kept at all; give hisparse=false, or {_LEAVE_OUT}"
+
+
+RULES: tuple[Rule, ...] = (
+    _page_major_backend,
+    _page_major_dtype,
+    _split_ranks,
+    _split_role,
+    _split_drafts,
+    _draft_without_kv,
+    _unified_spaces,
+    _unified_latents,
+    _unified_role,
+    _unified_speculation,
+    _unified_dcp,
+    _unified_host,
+    _unified_backend,
+)
 """The core's rules, in the order in which they are reported."""
+
+PREFILL_ONLY_RULES: tuple[Rule, ...] = (
+    _kind_with_cache("dsa", "latents with index keys"),
+    _kind_with_cache("mla", "latents"),
+    _kind_with_cache("sparse", "index keys beside keys and values"),
+    _prefill_sliding,
+    _prefill_states,
+    _prefill_dtype,
+    _prefill_backend,
+    _prefill_embedding,
+    _prefill_chunks,
+    _prefill_prefixes,
+    _prefill_ranks,
+    _prefill_host,
+)
+"""The core's rules for `prefill_only_disable_kv_cache`: first what the model keeps, then what the options ask."""

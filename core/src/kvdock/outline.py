@@ -51,6 +51,8 @@ class PoolChoice(Choice, frozen=True, kw_only=True):
 
     query: PoolQuery
     cls: type[Pool]
+    replaces: tuple[Buffer, ...] = ()
+    """Buffers of the pool whose place one without KV takes: the tokens are those that it would have held."""
 
     @property
     def worker(self) -> str:
@@ -110,6 +112,13 @@ class Outline(msgspec.Struct, frozen=True, kw_only=True):
     def buffers(self) -> tuple[Buffer, ...]:
         """Every buffer of the plan."""
         return tuple(buffer for choice in self.choices for buffer in choice.buffers)
+
+    @property
+    def sized_buffers(self) -> tuple[Buffer, ...]:
+        """Every buffer by which the tokens are sized: those of the replaced pool where one keeps no KV."""
+        return tuple(
+            buffer for choice in self.choices for buffer in (getattr(choice, "replaces", ()) or choice.buffers)
+        )
 
     @property
     def numbering(self) -> str | None:
@@ -296,7 +305,15 @@ class _Builder:
         buffers = _declared(cls, query, name, decision.plugin, spaces)
         if group is not None and "page_major" in asked:
             buffers = _in_pages(buffers, spaces[group.space])
-        return PoolChoice(name=name, plugin=decision.plugin, query=query, cls=cls, buffers=buffers)
+        replaces = self._replaced(query, name, spaces) if "no_kv" in asked else ()
+        return PoolChoice(name=name, plugin=decision.plugin, query=query, cls=cls, buffers=buffers, replaces=replaces)
+
+    def _replaced(self, query: PoolQuery, name: str, spaces: dict[str, Space]) -> tuple[Buffer, ...]:
+        """Return the buffers of the pool that the group would have with a cache."""
+        options = msgspec.structs.replace(query.options, prefill_only_disable_kv_cache=False)
+        cached = msgspec.structs.replace(query, options=options)
+        cls, decision = resolve.pool_cls(self.registry, cached, features_asked(cached, "pool"), self.prefer)
+        return () if cls is None else _declared(cls, cached, name, decision.plugin, spaces)
 
     def choose_allocators(
         self, groups: tuple[LayerGroup, ...], spaces: dict[str, Space]

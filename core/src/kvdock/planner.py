@@ -18,7 +18,7 @@ from kvdock.limits import Limit, find_limits, limit_warnings
 from kvdock.model import ModelSpec
 from kvdock.options import CacheOptions, Parallelism, ResolvedOptions, draft_parallels
 from kvdock.outline import Outline, draw_outline
-from kvdock.sizing import Problem, largest, total_nbytes
+from kvdock.sizing import Problem, host_nbytes, largest
 from kvdock.storages import bytes_of
 
 if TYPE_CHECKING:
@@ -149,17 +149,20 @@ class CachePlan(msgspec.Struct, frozen=True, kw_only=True):
         """
         from kvdock.ranks import agree_over
 
-        if cap_tokens is not None:
-            _check_count("cap_tokens", cap_tokens)
         if group is None and self.agreement.ranks > 1:
             raise PlanError(
                 f"{self.agreement.ranks} ranks agreed on this plan, so one alone cannot size it again; "
                 "give group=, the process group of them all"
             )
-        budget = find_budget(self.device, self.options.values, budget_bytes, None)
-        asked = Asked(cap_tokens=cap_tokens, rank=self.agreement.rank, ranks=self.agreement.ranks)
-        steps = _sized(self.outline, budget, asked)
-        sized = replay(steps, ()) if group is None else agree_over(group, lambda _rank, _ranks: steps)
+
+        def steps(rank: int = 0, ranks: int = 1) -> PlanSteps:
+            if cap_tokens is not None:
+                _check_count("cap_tokens", cap_tokens)
+            budget = find_budget(self.device, self.options.values, budget_bytes, None)
+            asked = Asked(cap_tokens=cap_tokens, rank=rank, ranks=ranks)
+            return (yield from _sized(self.outline, budget, asked))
+
+        sized = replay(steps(), ()) if group is None else agree_over(group, steps)
         return msgspec.structs.replace(sized, read_by=self.read_by)
 
     def bytes_for(self, length: int, requests: int = 1) -> int:
@@ -182,6 +185,17 @@ class CachePlan(msgspec.Struct, frozen=True, kw_only=True):
             return all(slots[name] <= self.spaces[name] for name in spaces)
 
         return largest(fits, 0, self.outline.options.values.context_length or self.model.context_length)
+
+    def concurrency(self, length: int) -> int:
+        """Return how many requests of `length` tokens run at once: as many as every space holds and rows there are."""
+        _check_count("length", length)
+        spaces = self.outline.spaces
+
+        def fits(requests: int) -> bool:
+            slots = slots_held(spaces, length, requests)
+            return all(slots[name] <= self.spaces[name] for name in spaces)
+
+        return largest(fits, 0, self.max_running_requests)
 
     def explain(self) -> str:
         """Return every decision as text: the hook, who claimed, who declined and why; every byte."""
@@ -308,7 +322,7 @@ def _assemble(
     plans = _buffer_plans(outline, problem, sizes)
     tokens = sizes[outline.numbering] if outline.numbering else solution.tokens
     visible = tokens * outline.parallel.dcp_size
-    limits = find_limits(outline, solution, visible)
+    limits = find_limits(outline, problem, fitted.budget.nbytes, solution, visible)
     engine = outline.allocators[-1] if outline.allocators else None
     in_groups = {choice.name for choice in outline.pools}
     return CachePlan(
@@ -327,7 +341,7 @@ def _assemble(
         bytes_per_token=bytes_per_token(problem),
         costs=find_costs(problem),
         total_bytes=solution.total_bytes,
-        host_bytes=total_nbytes(problem, sizes, ("host", "pinned")),
+        host_bytes=host_nbytes(problem, sizes),
         bound=solution.bound,
         agreement=fitted.agreement,
         warnings=(*warnings, *fitted.warnings, *limit_warnings(limits)),

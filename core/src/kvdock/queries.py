@@ -149,7 +149,10 @@ class RequestQuery(Query, frozen=True, kw_only=True):
 
 
 class PlanQuery(Query, frozen=True, kw_only=True):
-    """Asks validators for objections: everything that is decided but the sizes."""
+    """Asks validators for objections: everything that is decided but the sizes.
+
+    `pools` is empty where some part of the plan has no class: what is said against it is reported with that.
+    """
 
     groups: tuple[LayerGroup, ...]
     spaces: Mapping[str, Space]

@@ -30,6 +30,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     granularity_bytes: int = 1
     cap_tokens: int | None = None
     cap_name: str = "max_total_tokens"
+    host_budget_bytes: int | None = None
+    """Bytes of host memory for all buffers that lie there; ``None``: as many as the sizes take."""
 
 
 class Solution(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,6 +73,11 @@ def total_nbytes(problem: Problem, sizes: Mapping[str, int], memory: Iterable[st
     kinds = frozenset(memory)
     chosen = [buffer for buffer in problem.buffers if buffer.memory in kinds]
     return sum(bytes_of(chosen, problem.spaces, sizes, problem.granularity_bytes))
+
+
+def host_nbytes(problem: Problem, sizes: Mapping[str, int]) -> int:
+    """Return the bytes of every buffer in host memory at these sizes."""
+    return total_nbytes(problem, sizes, ("host", "pinned"))
 
 
 class Solver:
@@ -162,6 +169,8 @@ class Solver:
             limit = buffer.max_tensor_bytes
             if limit is not None and buffer.tensor_nbytes(buffer.units_in(problem.spaces, sizes)) > limit:
                 return f"addressing limit of buffer {buffer.name} ({limit:,} bytes a tensor)"
+        if problem.host_budget_bytes is not None and host_nbytes(problem, sizes) > problem.host_budget_bytes:
+            return "host_budget_bytes"
         return "budget" if total_nbytes(problem, sizes) > self.budget_bytes else None
 
     def solve(self) -> Solution:
@@ -232,6 +241,12 @@ class Solver:
                 f"but the budget is {self.budget_bytes:,} bytes",
                 needed_bytes=needed,
                 budget_bytes=self.budget_bytes,
+            )
+        if broken == "host_budget_bytes":
+            needed = host_nbytes(self.problem, self.sizes(floor))
+            raise PlanError(
+                f"host_budget_bytes={self.problem.host_budget_bytes} does not hold the host tiers of one request "
+                f"({floor} tokens); give at least {needed}"
             )
         limit = f"{broken}={self.problem.cap_tokens}" if broken == self.problem.cap_name else f"the {broken}"
         raise PlanError(f"{limit} is below the {floor} tokens that one request needs; give at least {floor}")

@@ -9,7 +9,7 @@ import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import msgspec
 
@@ -103,7 +103,7 @@ def weights_of(source: Any, model: ModelSpec, options: CacheOptions, parallel: P
     return found
 
 
-def _is_folder(source: Any) -> bool:
+def _is_folder(source: Any) -> TypeGuard[str | os.PathLike[str]]:
     return isinstance(source, str | os.PathLike) and holds_weights(source)
 
 
@@ -176,30 +176,23 @@ def _read_folder(folder: Path) -> tuple[int, list[_Tensor]]:
     homes = _read_index(folder / INDEX_NAME)
     tensors: list[_Tensor] = []
     names = sorted(set(homes.values()))
-    found_in: dict[str, str] = {}
     for name in names:
         for tensor in _read_header(folder / name):
-            _check_home(folder / name, tensor.name, homes, found_in)
-            found_in[tensor.name] = name
+            _check_home(folder / name, tensor.name, homes.get(tensor.name))
             tensors.append(tensor)
-    for tensor_name, name in homes.items():
-        if tensor_name not in found_in:
-            raise PlanError(
-                f"{_shown(folder / name)} lacks the tensor {printable(tensor_name)!r}, which {INDEX_NAME} finds there; "
-                f"{AGAIN}"
-            )
+    for missing in sorted(homes.keys() - {tensor.name for tensor in tensors}):
+        raise PlanError(
+            f"{_shown(folder / homes[missing])} lacks the tensor {printable(missing)!r}, which {INDEX_NAME} finds "
+            f"there; {AGAIN}"
+        )
     return len(names), tensors
 
 
-def _check_home(path: Path, tensor: str, homes: Mapping[str, str], found_in: Mapping[str, str]) -> None:
-    if tensor in found_in:
-        raise PlanError(
-            f"{_shown(path)} holds the tensor {printable(tensor)!r}, which {found_in[tensor]} holds as well; {AGAIN}"
-        )
-    if tensor not in homes:
-        raise PlanError(
-            f"{_shown(path)} holds the tensor {printable(tensor)!r}, which {INDEX_NAME} does not name; {AGAIN}"
-        )
+def _check_home(path: Path, tensor: str, home: str | None) -> None:
+    """Refuse a tensor outside the one file in which the index finds it."""
+    if home != path.name:
+        says = "does not name" if home is None else f"finds in {printable(home)}"
+        raise PlanError(f"{_shown(path)} holds the tensor {printable(tensor)!r}, which {INDEX_NAME} {says}; {AGAIN}")
 
 
 def _read_index(path: Path) -> dict[str, str]:

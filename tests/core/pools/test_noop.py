@@ -32,6 +32,8 @@ def make(debug=False, heads=4, tp=2, **options):
     given = {
         "prefill_only_disable_kv_cache": True,
         "attention_backend": "torch",
+        "is_embedding": True,
+        "prefix_cache": False,
         "max_total_tokens": 64,
         "max_running_requests": 4,
         "page_size": 16,

@@ -146,6 +146,13 @@ _PLACE_FLAGS = (
     once("--device", help="h200, cuda:h200, cpu, cuda:0 …; see kvdock devices."),
     once("--memory", callback=read_memory, metavar="SIZE", help="Bytes for all that kvdock allocates: 40GiB, 80GB."),
     once("--weights", callback=read_bytes, metavar="SIZE", help="Bytes of the weights on this rank: 16GiB."),
+    once(
+        "--reserve",
+        "reserve",
+        callback=read_bytes,
+        metavar="SIZE",
+        help="Bytes of a device to leave for activations and graphs.",
+    ),
 )
 _PARALLEL_NAMES = (
     "tp_size",
@@ -158,7 +165,7 @@ _PARALLEL_NAMES = (
     "cp_size",
     "cp_rank",
 )
-_NOT_OPTIONS = frozenset({*_PARALLEL_NAMES, "option", "no_prefix_cache"})
+_NOT_OPTIONS = frozenset({*_PARALLEL_NAMES, "reserve", "option", "no_prefix_cache"})
 
 
 def _decorate(flags: Iterable[Callable[[Any], Any]], command: F) -> F:
@@ -178,7 +185,7 @@ def plugin_arguments(command: F) -> F:
 def make_plan(
     model: str, device: str | None, memory: int | None, weights: int | None, values: Mapping[str, Any]
 ) -> CachePlan:
-    """Return the plan for a command's arguments; `values` are those of options and parallel sizes.
+    """Return the plan for a command's arguments; `values` are the reserve, options and parallel sizes.
 
     Raises:
         KVDockError: what cannot be served, and what would work.
@@ -192,6 +199,7 @@ def make_plan(
         parallel={name: values[name] for name in _PARALLEL_NAMES},
         budget_bytes=memory,
         weights_bytes=weights,
+        reserve_bytes=values["reserve"],
     )
 
 

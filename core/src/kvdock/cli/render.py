@@ -137,7 +137,7 @@ def _limits(plan: CachePlan) -> Table:
             "" if limit.requested is None else f"{limit.requested:,}",
             f"{limit.effective:,}",
             limit.factor,
-            limit.raised_by,
+            ", ".join(limit.raised_by),
         )
         for limit in plan.limits
     ]
@@ -188,6 +188,7 @@ def draw_report(report: Report) -> None:
         ("time", f"{report.seconds:.2f} s, {report.tokens_per_second:,.0f} tokens/s"),
         ("values checked", checked if report.checks else "none: no layer of this rank keeps KV"),
         *_report_of_states(report),
+        *_report_of_tiers(report),
         ("failed admissions", f"{report.failed_admissions:,}"),
         ("preemptions", f"{report.preemptions:,}, swapped out to the host and back"),
         ("shared prefixes", f"{report.shared_tokens:,} tokens"),
@@ -208,3 +209,13 @@ def _report_of_states(report: Report) -> Iterator[tuple[str, str]]:
         yield "states", f"{forked}, {others}"
     if report.received:
         yield "received", f"{report.received:,} requests that arrived with their KV"
+
+
+def _report_of_tiers(report: Report) -> Iterator[tuple[str, str]]:
+    """Yield what concerns rows in two tiers, where a request held a device buffer."""
+    if report.device_buffers:
+        yield (
+            "swap-ins",
+            f"{report.swapped_in:,} rows from the host, {report.found_on_device:,} found in a device buffer",
+        )
+        yield "device buffers", f"{report.device_buffers:,} given, {report.grown_buffers:,} grown later"
