@@ -105,3 +105,24 @@ def test_a_model_without_states_has_no_use_for_slots():
     model = ModelSpec(name="m", architecture="A", layers=(ATTENTION,), context_length=1024, dtype="bfloat16")
     with pytest.raises(PlanError, match="nothing in this plan reads max_state_slots=4"):
         plan_from((model,), CPU, make_options({"max_state_slots": 4}), Parallelism(), registry, budget_bytes=2**24)
+
+
+def test_speculation_over_states_has_to_say_how_many_tokens_it_drafts():
+    with pytest.raises(
+        PlanError, match="snapshot of the states for each draft token; give speculative_num_draft_tokens"
+    ):
+        plan(speculative_algorithm="NGRAM")
+    assert plan(speculative_algorithm="NGRAM", speculative_num_draft_tokens=4).max_running_requests > 0
+
+
+def test_the_ratio_pays_for_snapshots_and_slots_together():
+    drafts = 4
+    made = plan(2**26, speculative_algorithm="NGRAM", speculative_num_draft_tokens=drafts)
+    snapshots = [buffer for buffer in made.buffers if buffer.role == "snapshot"]
+    each = sum(buffer.nbytes for buffer in snapshots) // snapshots[0].shape[1]  # [layers, rows, ...]
+    share = 2**26 * 9 // 19
+    slots = made.spaces["state"]
+    paid = (slots + 1) * SLOT + (slots // 3 + 1) * each  # a row of padding each
+    more = (slots + 2) * SLOT + ((slots + 1) // 3 + 1) * each
+    assert paid <= share < more
+    assert made.max_running_requests <= slots // 3  # fewer where tables reach their own share

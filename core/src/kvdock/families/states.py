@@ -33,8 +33,9 @@ def state_space(query: StateQuery) -> Space:
     """Return the space of states: the slots that the user gives, else those of the requests, else a share of the budget.
 
     Raises:
-        PlanError: the user's slots do not hold one request's.
+        PlanError: the user's slots do not hold one request's, or drafts are taken without saying how many.
     """
+    _check_drafts(query)
     each = state_slots_per_request(query)
     options = ["max_state_slots", "state_extra_buffer", "state_sizing"]
     if query.options.max_state_slots is not None:
@@ -58,6 +59,17 @@ def state_space(query: StateQuery) -> Space:
         )
         options.append("state_memory_ratio")
     return Space(name=STATE, rule=rule, issued_by="request_pool", options=tuple(options))
+
+
+def _check_drafts(query: Query) -> None:
+    """Refuse speculation that does not say how many draft tokens need a snapshot of the state."""
+    options = query.options
+    told = (options.speculative_num_draft_tokens, options.speculative_num_steps)
+    if options.speculative_algorithm is not None and told == (None, None):
+        raise PlanError(
+            f"speculative_algorithm={options.speculative_algorithm!r} keeps a snapshot of the states for each draft token; "
+            "give speculative_num_draft_tokens or speculative_num_steps"
+        )
 
 
 def _slots_per_worker(query: Query, each: int) -> int:
