@@ -1,75 +1,25 @@
-"""Block formats, sparse, hybrid and page-major models: every tensor of a plan of stated sizes is the engine's.
+"""Every tensor of a plan of the engine's sizes, rows included, is the engine's."""
 
-Sizes are the engine's own, given outright, so that rows are compared as well as shapes.
-"""
-
-import json
 from collections import Counter
-from pathlib import Path
 
 import pytest
 from kvdock import dtypes
-from kvdock.device import DeviceInfo
-from kvdock.edge import read_models
-from kvdock.options import make_options, make_parallelism
-from kvdock.planner import plan_from
-from kvdock.startup import core_only
+from kvdock.errors import PlanError
+from kvdock.layout import STATE
+from kvdock.options import make_options
 
-CASES = {
-    case["name"]: case
-    for case in json.loads((Path(__file__).parent / "tensors.json").read_text(encoding="utf-8"))["cases"]
-}
-DEVICE = DeviceInfo(device_type="cpu", name="oracle", total_bytes=2**44, free_before_load_bytes=2**44, free_bytes=2**44)
-SAME_NAME = (
-    "page_size",
-    "kv_cache_dtype",
-    "max_running_requests",
-    "context_length",
-    "speculative_algorithm",
-    "speculative_num_steps",
-    "speculative_num_draft_tokens",
-)
-OTHER_NAME = {
-    "speculative_eagle_topk": "speculative_topk",
-    "enable_page_major_kv_layout": "page_major",
-    "enable_linear_replayssm": "replay_rings",
-    "disaggregation_decode_extra_slots": "decode_extra_slots",
-    "disaggregation_mode": "role",
-}
+from .engine import CASES, stated_plan_of
+from .terms import COUNTS_DIFFER, EQUAL, TENSORS_DIFFER
 
-
-def plan_of(case):
-    given, result = case["options"], case["result"]
-    values = {name: given[name] for name in SAME_NAME if name in given}
-    values |= {ours: given[theirs] for theirs, ours in OTHER_NAME.items() if theirs in given}
-    values["prefix_cache"] = not given.get("disable_radix_cache", False)
-    values["max_running_requests"] = result["max_running_requests"]
-    values["max_total_tokens"] = result["max_total_num_tokens"]
-    if result.get("state"):
-        values["max_state_slots"] = slots_of(result)
-    if case.get("draft_hf_config", case["hf_config"]) != case["hf_config"]:
-        values["draft"] = case["draft_hf_config"]
-    parallel = {
-        name: given[short]
-        for name, short in (("tp_size", "tp"), ("pp_size", "pp"), ("pp_rank", "pp_rank"))
-        if short in given
-    }
-    registry = core_only()
-    options = make_options(values)
-    models, _ = read_models(case["hf_config"], options, registry)
-    return plan_from(models, DEVICE, options, make_parallelism(parallel), registry, budget_bytes=2**43)
-
-
-def slots_of(result):
-    """State slots without the padding row: the engine may have more than its report says (disaggregated decode)."""
-    return result["state_pool"]["mamba_cache.temporal"]["shape"][1] - 1
+PAGE_MAJOR = frozenset(name for name in EQUAL if CASES[name]["options"].get("enable_page_major_kv_layout"))
+DRAFTED = sorted(name for name in EQUAL if "draft_pool" in CASES[name]["result"])
 
 
 def is_scale(name):
     return "scale" in name and "index" not in name
 
 
-def ours(plan, worker):
+def ours(plan, worker="target"):
     """Tensors by count, shape and stored type; scales by count and bytes, since their order inside a page is free."""
     found = Counter()
     for buffer in plan.buffers:
@@ -97,30 +47,59 @@ def theirs(tensors):
     return found
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if "page-major" not in name])
+def of_target(case):
+    return theirs({**case["result"]["kv_pool"], **case["result"].get("state_pool", {})})
+
+
+@pytest.mark.parametrize("name", sorted(EQUAL - PAGE_MAJOR))
 def test_every_tensor_is_the_engines(name):
-    case = CASES[name]
-    result = case["result"]
-    plan = plan_of(case)
-    assert ours(plan, "target") == theirs({**result["kv_pool"], **result["state_pool"]})
-    if "draft_pool" in result:
-        assert ours(plan, "draft") == theirs(result["draft_pool"])
+    assert ours(stated_plan_of(CASES[name])) == of_target(CASES[name])
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if "page-major" in name])
+@pytest.mark.parametrize("name", sorted(PAGE_MAJOR))
 def test_byte_buffers_are_as_large_as_the_engines(name):
-    case = CASES[name]
-    plan = plan_of(case)
+    plan = stated_plan_of(CASES[name])
     sums = sorted(sum(buffer.nbytes for buffer in group.buffers) for group in plan.groups)
-    assert sums == sorted(tensor["bytes"] for tensor in case["result"]["kv_pool"].values())
+    assert sums == sorted(tensor["bytes"] for tensor in CASES[name]["result"]["kv_pool"].values())
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if CASES[name]["result"].get("state")])
-def test_bytes_of_a_state_slot_are_the_engines(name):
-    case = CASES[name]
-    state = case["result"]["state"]
-    plan = plan_of(case)
-    rings = [b for b in plan.buffers if b.name.startswith("replay")]
-    share = 1 if "pp" not in case["options"] else 2  # the engine reports all layers, whatever the stage owns
-    per_slot = plan.costs.per_slot["state"].kv - sum(b.nbytes // b.shape[1] for b in rings if b.is_kv)
-    assert per_slot * share == state["cache_per_req_bytes"]
+@pytest.mark.parametrize("name", DRAFTED)
+def test_every_tensor_of_a_draft_is_the_engines(name):
+    assert ours(stated_plan_of(CASES[name]), "draft") == theirs(CASES[name]["result"]["draft_pool"])
+
+
+# Tensors that differ: what, and by how much.
+
+
+@pytest.mark.parametrize(
+    "name", sorted({**COUNTS_DIFFER, **TENSORS_DIFFER}.keys() - {"qwen3-next-int8-mamba-checkpoint"})
+)
+def test_the_named_differences_are_still_there(name):
+    assert ours(stated_plan_of(CASES[name])) != of_target(CASES[name])
+
+
+def test_nothing_is_kept_where_the_engine_keeps_a_row():
+    case = CASES["llama-prefill-only-noop-pool"]
+    plan = stated_plan_of(case)
+    assert sum(tensor["bytes"] for tensor in case["result"]["kv_pool"].values()) == 131_072
+    assert sum(buffer.nbytes for group in plan.groups for buffer in group.buffers) < 8
+    assert ours(plan) == Counter()
+
+
+def test_snapshots_stand_where_the_engine_has_rings_of_drafts():
+    case = CASES["qwen3-next-mtp-gdn-replayssm"]
+    plan = stated_plan_of(case)
+    # 36 layers, 64 rows and padding, 4 drafts, 8 heads of 128 x 128.
+    assert ours(plan) - of_target(case) == {((36, 65, 4, 8, 128, 128), "float32"): 1}
+    extra = of_target(case) - ours(plan)
+    assert {shape[:2] for shape, _ in extra if len(shape) > 1} == {(36, plan.sizes[STATE] + 1)}
+    with pytest.raises(PlanError, match="enable_gdn_replayssm_spec"):
+        make_options({"enable_gdn_replayssm_spec": True})
+
+
+def test_no_checkpoints_of_states_are_kept():
+    case = CASES["qwen3-next-int8-mamba-checkpoint"]
+    assert ours(stated_plan_of(case)) == of_target(case)
+    assert sum(tensor["bytes"] for tensor in case["result"]["checkpoint_pool"].values()) == 8_381_988_864
+    with pytest.raises(PlanError, match="enable_int8_mamba_checkpoint"):
+        make_options({"enable_int8_mamba_checkpoint": True})

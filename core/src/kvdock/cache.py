@@ -6,7 +6,8 @@ from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING
 
 from kvdock.abilities import Awaits, Evicts, HoldsStates, KeepsStates, KeepsTiers, TakesTails
-from kvdock.allocators.lengths import on_host, to_device
+from kvdock.allocators.debug import held_states as named_states
+from kvdock.allocators.lengths import on_host, require_integers, to_device, to_host
 from kvdock.allocators.window import swa_tail_start
 from kvdock.errors import BuildError, SlotError
 from kvdock.layout import TARGET
@@ -48,7 +49,9 @@ class KVCache:
         self._allocator = allocator
         self._tensors = tuple(tensors)
         self._debug = debug
+        self._is_closed = False
         self._slides_whole = _slides_whole(plan)
+        self._gives_early = self._slides_whole or isinstance(allocator, (Evicts, KeepsTiers))
         self._tail_tokens = _window(plan) if isinstance(allocator, TakesTails) else None
         self._page_size = 1 if allocator is None else allocator.page_size
         self._holdings = Holdings(req_to_token_pool, self._page_size, self._slides_whole)
@@ -101,7 +104,7 @@ class KVCache:
         missing; then, and whenever this raises, nothing was taken anywhere.
 
         Args:
-            request: any hashable id that has no row.
+            request: any hashable id but ``None`` that has no row.
             tokens: tokens of its prompt, those of the prefix included.
             prefix: slots ``[n]`` of whole pages that another holds, as in `hold_prefix`.
             evicted: of the prefix, the first tokens whose sliding slots were given back before.
@@ -111,7 +114,8 @@ class KVCache:
                 all of it arrives on the host.
 
         Raises:
-            SlotError: the request has a row, or what is asked for cannot be.
+            SlotError: the request has a row, what is asked for cannot be, or the cache is closed; with debug, slots
+                of `prefix` are not live.
         """
         tokens, borrowed = self._check_admission(request, tokens, prefix, evicted)
         allocator = self._allocator
@@ -162,8 +166,10 @@ class KVCache:
 
         Raises:
             SlotError: the request has no row or did not write as much, or `borrowed` is no whole number of
-                pages; nothing changes.
+                pages; with debug, slots of the prefix are not live. Nothing changes.
         """
+        if self._debug:
+            self._check_held(request, borrowed, evicted)
         self._holdings.hold(request, borrowed, evicted)
 
     def evict(self, requests: Sequence[Hashable], ends: Sequence[int]) -> None:
@@ -175,18 +181,23 @@ class KVCache:
         Never waits for the device.
 
         Raises:
-            SlotError: a request has no row or is named twice, or an end is not from 0 to what it wrote;
-                nothing changes.
+            SlotError: a request has no row or is named twice, or an end is not from 0 to what it wrote; with
+                debug, another borrows tokens that did not leave its window yet, as far as this was called for
+                it. Nothing changes.
         """
         if isinstance(self._allocator, KeepsTiers):
             ends = (on_host(ends, "ends") // self._page_size * self._page_size).tolist()
         spans = self._holdings.due(requests, ends)
-        if not spans or not (self._slides_whole or isinstance(self._allocator, (Evicts, KeepsTiers))):
+        if not self._gives_early:
             return
         if self._debug:
             self._holdings.check_sole(spans)
-        self._free_left(*_columns(spans))
-        self._holdings.evict(spans)
+            self._holdings.check_lent(spans, dict(zip(requests, ends, strict=True)))
+        if spans:
+            self._free_left(*_columns(spans))
+            self._holdings.evict(spans)
+        if self._debug:
+            self._holdings.leave(requests, ends)
 
     def truncate(self, requests: Sequence[Hashable], lengths: Sequence[int]) -> None:
         """Forget what each request wrote from ``lengths[i]`` on: its slots were taken back, or freed by the caller.
@@ -195,9 +206,11 @@ class KVCache:
 
         Raises:
             SlotError: a request has no row or is named twice, a length is not from 0 to what it wrote, or
-                what would be forgotten was evicted or is another's; nothing changes.
+                what would be forgotten was evicted or is another's; with debug, another borrows it. Nothing changes.
         """
         self._holdings.check_truncate(requests, lengths)
+        if self._debug:
+            self._holdings.check_lent(self._holdings.tails(requests, lengths))
         self.req_to_token_pool.truncate(requests, lengths)
 
     def trim(self, requests: Sequence[Hashable], lengths: Sequence[int]) -> int:
@@ -208,13 +221,13 @@ class KVCache:
 
         Raises:
             SlotError: a request has no row or is named twice, a length is not from 0 to what it wrote, or
-                what would be given back was evicted or is another's; nothing changes.
+                what would be given back was evicted or is another's; with debug, another borrows it. Nothing changes.
         """
         self._holdings.check_truncate(requests, lengths)
         spans = self._holdings.tails(requests, lengths)
         if self._allocator is not None and spans:
             if self._debug:
-                self._holdings.check_sole(spans)
+                self._check_given(spans)
             rows, starts, ends = _columns(spans)
             self._allocator.free_rows(self.req_to_token_pool.req_to_token, rows, starts, ends)
         self.req_to_token_pool.truncate(requests, lengths)
@@ -228,7 +241,8 @@ class KVCache:
 
         Raises:
             SlotError: `kept` is not from 0 to what the request wrote or no whole number of pages, or slots
-                are freed that are not live or another's; the request keeps its row.
+                are freed that are not live or another's; with debug, another borrows them. The request keeps its
+                row. After any error a second call frees what is left, and nothing twice.
         """
         table = self.req_to_token_pool
         row = table.row_of(request)
@@ -240,24 +254,31 @@ class KVCache:
         span = Span(request, row, start, int(table.lengths[row]))
         if self._allocator is not None and span.end > span.start:
             self._free_tokens(self._allocator, span)
-        if isinstance(self._allocator, KeepsTiers):
-            self._allocator.release(request)
+        try:
+            if isinstance(self._allocator, KeepsTiers):
+                self._allocator.release(request)
+            table.free(request)
+        except BaseException:
+            if table.row_of(request) is not None:
+                table.truncate([request], [span.start])  # its tokens went back, so a second call frees the rest alone
+            raise
         self._holdings.forget(request)
-        table.free(request)
 
     def check(self, held: torch.Tensor | None = None, held_states: Sequence[int] | None = None) -> None:
         """Verify that free and live slots and rows add up.
 
-        With `held`, exactly those token slots are live, those of live requests included. With `held_states`,
+        With `held`, exactly those token slots are live, those of live requests included: every slot, or of each
+        page any of them, and each once. What an open free group holds may be among them or not. With `held_states`,
         exactly those state slots are live beside those of live requests, such as what a prefix cache holds.
 
         Raises:
-            SlotError: names what does not add up, and the owners of state slots that leaked.
+            SlotError: names what does not add up, and the owners of state slots that leaked; what is held is named
+                twice, does not exist or is no whole number.
         """
         if self._states is not None:
             self._states.check(held_states)
-        elif held_states:
-            raise SlotError(f"state slots {list(held_states)} are held, but requests have no states in this plan")
+        elif held_states is not None and (named := named_states(held_states)):
+            raise SlotError(f"state slots {named} are held, but requests have no states in this plan")
         else:
             self.req_to_token_pool.check()
         if self._allocator is not None:
@@ -272,6 +293,8 @@ class KVCache:
     def close(self, held: torch.Tensor | None = None, held_states: Sequence[int] = ()) -> None:
         """Give everything back at the end; with debug, verify first that only `held` and `held_states` are live.
 
+        No request is admitted any more.
+
         Raises:
             SlotError: with debug, names what leaked and whose it is; everything was given back all the same.
         """
@@ -281,6 +304,7 @@ class KVCache:
                 self.check(_no_slots() if held is None else held, held_states)
         finally:
             self._give_back_all()
+            self._is_closed = True
 
     def _check_released(self) -> None:
         table = self.req_to_token_pool
@@ -299,8 +323,10 @@ class KVCache:
     ) -> tuple[int, int]:
         """Return the tokens of the request and of its prefix, after verifying that such a request can be."""
         table = self.req_to_token_pool
+        if self._is_closed:
+            raise SlotError(f"request {request!r} cannot be admitted: the cache is closed; build another from its plan")
         count, gone = on_host([tokens, evicted], "tokens and evicted").tolist()
-        borrowed, columns = 0 if prefix is None else int(prefix.shape[0]), table.req_to_token.shape[1]
+        borrowed, columns = 0 if prefix is None else _length_of(prefix), table.req_to_token.shape[1]
         if table.row_of(request) is not None:
             raise SlotError(f"request {request!r} has a row already; extend it, or release it first")
         if not max(1, borrowed) <= count <= columns:
@@ -311,7 +337,42 @@ class KVCache:
         if not 0 <= gone <= borrowed:
             raise SlotError(f"request {request!r}: evicted={gone} is no part of its prefix of {borrowed} tokens")
         self._holdings.check_pages(request, "prefix", borrowed)
+        if self._debug and prefix is not None:
+            self._check_live(request, prefix, gone)
         return count, borrowed
+
+    def _check_live(self, request: Hashable, prefix: torch.Tensor, gone: int) -> None:
+        """Verify that the slots of a prefix are live, but for those of `gone` tokens; slow, for debug mode."""
+        import numpy as np
+
+        size = self._page_size
+        slots = prefix[gone // size * size if self._slides_whole else 0 :]
+        live = None if self._allocator is None else self._allocator.live_pages()
+        if self._allocator is None or live is None:
+            return
+        numbers = to_host(slots)
+        if len(dead := numbers[~np.isin(numbers // size, live)]):
+            raise SlotError(
+                f"request {request!r} cannot borrow slots {dead[:8].tolist()} ({len(dead)} in all) of its prefix, which "
+                "are not live: they were freed, or never handed out; nothing was changed"
+            )
+        try:
+            self._allocator.verify_live(slots)
+        except SlotError as error:
+            raise SlotError(f"request {request!r} cannot borrow its prefix: {error}") from error
+
+    def _check_held(self, request: Hashable, borrowed: int, evicted: int) -> None:
+        """Verify that what a request says to borrow is live; slow, for debug mode."""
+        holding = self._holdings.of(request)
+        self._holdings.check_tokens(request, "borrowed", borrowed)
+        self._holdings.check_tokens(request, "evicted", evicted)
+        prefix = self.req_to_token_pool.req_to_token[holding.row, : int(borrowed)]
+        self._check_live(request, prefix, max(holding.evicted, int(evicted)))
+
+    def _check_given(self, spans: Sequence[Span]) -> None:
+        """Verify that nobody else owns or borrows what is given back; slow, for debug mode."""
+        self._holdings.check_sole(spans)
+        self._holdings.check_lent(spans)
 
     def _first_slots(
         self,
@@ -354,10 +415,12 @@ class KVCache:
     def _take_back(self, request: Hashable, before: object) -> None:
         """Undo an admission that did not come to its end."""
         self._holdings.forget(request)
-        if self.req_to_token_pool.row_of(request) is not None:
-            self.req_to_token_pool.free(request)
-        if self._allocator is not None:
-            self._allocator.restore_state(before)
+        try:
+            if self.req_to_token_pool.row_of(request) is not None:
+                self.req_to_token_pool.free(request)
+        finally:
+            if self._allocator is not None:
+                self._allocator.restore_state(before)
 
     def _on_device(self, numbers: Sequence[int]) -> torch.Tensor:
         return to_device(on_host(numbers, "slots"), self.req_to_token_pool.req_to_token.device)
@@ -376,7 +439,7 @@ class KVCache:
 
     def _free_tokens(self, allocator: Allocator, span: Span) -> None:
         if self._debug:
-            self._holdings.check_sole([span])
+            self._check_given([span])
         table = self.req_to_token_pool.req_to_token
         begin = max(span.start, self._holdings.of(span.request).evicted)
         if isinstance(allocator, Evicts):
@@ -389,6 +452,13 @@ class KVCache:
 
 def _columns(spans: Sequence[Span]) -> tuple[list[int], list[int], list[int]]:
     return [span.row for span in spans], [span.start for span in spans], [span.end for span in spans]
+
+
+def _length_of(prefix: torch.Tensor) -> int:
+    require_integers("prefix", prefix)
+    if prefix.dim() != 1:
+        raise SlotError(f"prefix has the shape {list(prefix.shape)}; give its slots in one row, nothing was changed")
+    return int(prefix.shape[0])
 
 
 def _joined(prefix: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:

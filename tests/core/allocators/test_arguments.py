@@ -127,3 +127,91 @@ def test_debug_refuses_to_be_read_from_another_thread(make):
         thread.start()
         thread.join()
         assert len(errors) == 1
+
+
+def made(make, kind, page_size, debug):
+    room = 8 * page_size
+    if kind == "swa":
+        return make.swa(room, room, page_size, debug=debug)
+    return {"single": make.single, "pure": make.pure}[kind](room, page_size, debug=debug)
+
+
+@pytest.mark.parametrize("debug", [False, True])
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("kind", ["single", "swa", "pure"])
+def test_only_tensors_of_whole_numbers_are_freed(make, kind, page_size, debug):
+    allocator = made(make, kind, page_size, debug)
+    held = allocator.alloc(4 * page_size)
+    pages = held[::page_size] // page_size
+    calls = [(allocator.free, held), (allocator.free_pages, pages)]
+    if kind != "single":
+        calls += [(allocator.free_swa, held), (allocator.free_swa_pages, pages)]
+    for call, given in calls:
+        for wrong, found in (
+            (given.tolist(), "a list"),
+            (given.numpy(), "a ndarray"),
+            (given.float(), "of type torch.f"),
+        ):
+            with pytest.raises(SlotError, match=f"(slots|pages) is {found}.*; give a tensor of int64 or int32"):
+                call(wrong)
+        call(torch.tensor([]))  # of no number any type will do
+    assert allocator.available_size() == 4 * page_size
+    allocator.check(held)
+    allocator.free(held.int())
+    allocator.check(slots())
+
+
+@pytest.mark.parametrize("debug", [False, True])
+@pytest.mark.parametrize("kind", ["single", "swa", "pure"])
+def test_lengths_on_the_device_are_tensors_of_whole_numbers(make, kind, debug):
+    allocator = made(make, kind, 4, debug)
+    none, five, last = slots(0), slots(5), slots(-1)
+    for found, call in {
+        "prefix_lens is a list": lambda: allocator.alloc_extend([0], [0], five, [5], last, 5),
+        "seq_lens is of type torch.float32": lambda: allocator.alloc_extend(none, [0], five.float(), [5], last, 5),
+        "last_loc is a list": lambda: allocator.alloc_extend(none, [0], five, [5], [-1], 5),
+        "seq_lens is a ndarray": lambda: allocator.alloc_decode(five.numpy(), [5], last),
+        "last_loc is of type torch.float64": lambda: allocator.alloc_decode(five, [5], last.double()),
+    }.items():
+        with pytest.raises(SlotError, match=f"{found}; give a tensor of int64 or int32"):
+            call()
+        assert allocator.available_size() == 32
+    allocator.check(slots())
+
+
+@pytest.mark.parametrize("kind", ["single", "swa"])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_no_number_of_pages_wraps(make, kind, page_size):
+    allocator = made(make, kind, page_size, False)
+    most = 2**40
+    assert allocator.pages_needed([0] * 4, [most] * 4) == 4 * most // page_size
+    for lens in ([2**62] * 4, [2**63 - 1], [most + 1]):
+        with pytest.raises(SlotError, match=rf"request 0 of the batch has {lens[0]} tokens; none has more than {most}"):
+            allocator.pages_needed([0] * len(lens), lens)
+    for lens in ([2**63], [2**64], [2**80]):
+        with pytest.raises(SlotError, match=r"seq_lens holds .*, which are no whole numbers"):
+            allocator.pages_needed([0], lens)
+    for prefix, seq in (([-1], [1]), ([2], [1]), ([-2], [-1])):
+        with pytest.raises(SlotError, match="a prefix is at least 0 and at most the sequence"):
+            allocator.pages_needed(prefix, seq)
+
+
+@pytest.mark.parametrize("debug", [False, True])
+@pytest.mark.parametrize("kind", ["single", "swa", "pure"])
+def test_what_is_held_is_named_by_slot_or_page_and_once(make, kind, debug):
+    allocator = made(make, kind, 4, debug)
+    held = allocator.alloc(16)
+    for known in (held, held[::4], held[3::4], held[:13], held.flip(0), held.int(), held.view(2, 8)):
+        allocator.check(known)
+    for wrong, message in (
+        (held.float(), "held is of type torch.float32; give a tensor of int64 or int32"),
+        (held.tolist(), "held is a list; give a tensor"),
+        (torch.cat((held, held[:2])), "held names slots 4, 5 more than once; give each slot once"),
+        (torch.cat((held, slots(1))), "held names slots 1, which are padding or do not exist; there are 4 … 35"),
+        (torch.cat((held, slots(36))), "held names slots 36, which are padding or do not exist"),
+        (torch.cat((held, slots(-1))), "held names slots -1, which are padding or do not exist"),
+        (torch.cat((held, slots(20))), "are held but free"),
+        (held[4:], "are live but held by nobody"),
+    ):
+        with pytest.raises(SlotError, match=message):
+            allocator.check(wrong)

@@ -113,3 +113,72 @@ def test_debug_finds_what_a_group_gave_back(make):
     allocator.check(held=slots())
     with pytest.raises(SlotError, match="are freed twice"):
         allocator.free(held[:4])
+
+
+@pytest.mark.parametrize("debug", [False, True])
+@pytest.mark.parametrize("kind", ["single", "sorted", "swa", "pure"])
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("how", ["tokens", "one by one", "pages", "rows"])
+def test_what_a_group_holds_is_neither_leaked_nor_missing(make, kind, page_size, how, debug):
+    room = 8 * page_size
+    allocator = {
+        "single": lambda: make.single(room, page_size, debug=debug),
+        "sorted": lambda: make.single(room, page_size, debug=debug, cls=SortedAllocator),
+        "swa": lambda: make.swa(room, room, page_size, debug=debug),
+        "pure": lambda: make.pure(room, page_size, debug=debug),
+    }[kind]()
+    held = allocator.alloc(6 * page_size)
+    given, rest = held[: 4 * page_size], held[4 * page_size :]
+    allocator.free_group_begin()
+    if how == "pages":
+        allocator.free_pages(given[::page_size] // page_size)
+    elif how == "rows":
+        allocator.free_rows(held.view(1, -1), [0], [0], [4 * page_size])
+    else:
+        for part in given.split(len(given) if how == "tokens" else 1):
+            allocator.free(part)
+    for known in (None, held, rest):
+        allocator.check(known)
+    with pytest.raises(SlotError, match="are live but held by nobody"):
+        allocator.check(given)
+    with pytest.raises(SlotError, match="are held but free"):
+        allocator.check(torch.cat((rest, rest[-page_size:] + page_size)))
+    allocator.free_group_end()
+    allocator.check(rest)
+    with pytest.raises(SlotError, match="are held but free"):
+        allocator.check(held)
+
+
+def test_sliding_pages_that_wait_are_no_leak(make):
+    allocator = make.swa(32, 32, 4, debug=True)
+    held = allocator.alloc(24)
+    allocator.free_group_begin()
+    allocator.free_swa_rows(held.view(1, -1), [0], [0], [8])
+    allocator.check()
+    allocator.check(held)
+    allocator.free_group_end()
+    allocator.check(held)
+    assert allocator.swa_available_size() == 16
+
+
+@pytest.mark.parametrize("kind", ["single", "swa", "pure"])
+def test_debug_lets_nobody_write_to_what_waits(make, kind):
+    allocator = (
+        {"single": make.single, "pure": make.pure}[kind](16, 4, debug=True)
+        if kind != "swa"
+        else make.swa(16, 16, 4, debug=True)
+    )
+    held = allocator.alloc(12, "a")
+    allocator.free_group_begin()
+    allocator.free(held[:2])  # gives back its page as a whole
+    with pytest.raises(
+        SlotError, match=r"from 4 \(owner 'a'\) were freed \(they wait in a free group\) but are written"
+    ):
+        allocator.verify_live(held[2:6])
+    allocator.verify_live(held[4:])
+    lens = slots(3), [3], slots(4), [4]
+    with pytest.raises(SlotError, match="they wait in a free group\\) but are continued as last_loc"):
+        allocator.alloc_extend(*lens, held[2:3], 1)
+    allocator.free_group_end()
+    with pytest.raises(SlotError, match=r"from 4 .* were freed but are written"):
+        allocator.verify_live(held[2:6])

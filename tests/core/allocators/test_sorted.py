@@ -194,13 +194,13 @@ def test_a_resize_keeps_to_what_was_planned(sorted_of):
 
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 @pytest.mark.parametrize("pages", [1, 5, 14, 15, 4000])
-def test_buffers_are_host_memory_of_13_bytes_a_page(make, page_size, pages):
+def test_buffers_are_host_memory_of_9_bytes_a_page(make, page_size, pages):
     buffers = {b.name: b for b in SortedAllocator.buffers(make.query(one_space(page_size), {}))}
     assert {name for name, b in buffers.items() if b.memory == "device"} == (
         {"page_offsets"} if page_size > 1 else set()
     )
     host = [b.tensor_nbytes(pages) for b in buffers.values() if b.memory == "host"]
-    assert host == [4 * round_up(pages + 2, 16), 4 * (pages + 1), round_up(pages + 512, 16), 4 * pages]
+    assert host == [4 * round_up(pages + 2, 8), round_up(pages + 256, 8), 4 * pages]
 
 
 def one_space(page_size):
@@ -294,7 +294,7 @@ def late_runs(capacity):
     inbox = LateInbox(capacity)
     words = lambda count: np.zeros(count, dtype=np.int32)  # noqa: E731
     levels = level_words(np.zeros(capacity + LEVEL_GUARD_BYTES, dtype=np.uint8))
-    runs = FreeRuns("late", words(round_up(capacity + 2, FANOUT)), words(capacity + 1), levels)
+    runs = FreeRuns("late", words(round_up(capacity + 2, FANOUT)), levels)
     return PageRuns("late", runs, words(capacity), inbox, torch.device("cpu"), capacity), inbox
 
 

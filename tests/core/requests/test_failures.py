@@ -5,6 +5,7 @@ import threading
 import kvdock
 import pytest
 from kvdock.errors import SlotError
+from kvdock.model import DSAParams
 
 torch = pytest.importorskip("torch")
 torch.set_num_threads(1)
@@ -157,3 +158,168 @@ def test_slots_are_integers(dtype):
     with pytest.raises(SlotError, match="give int64 or int32, nothing was written"):
         pool.set_kv_buffer(0, torch.ones(2, dtype=dtype), heads, heads)
     assert not pool.get_key_buffer(0).any()
+
+
+def once(monkeypatch, part, name):
+    """Let the next call of a method of `part` fail before it does anything."""
+    real = getattr(part, name)
+
+    def fail(*arguments, **named):
+        monkeypatch.setattr(part, name, real)
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(part, name, fail)
+
+
+def late(monkeypatch, part, name):
+    """Let the next call of a method of `part` fail after it did everything."""
+    real = getattr(part, name)
+
+    def fail(*arguments, **named):
+        monkeypatch.setattr(part, name, real)
+        real(*arguments, **named)
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(part, name, fail)
+
+
+BREAKS = {
+    "sliding pages": lambda cache: (cache.token_to_kv_pool_allocator.swa, "free_pages"),
+    "full pages": lambda cache: (cache.token_to_kv_pool_allocator.full, "free_pages"),
+    "the map": lambda cache: (cache.token_to_kv_pool_allocator, "_erase"),
+    "the row": lambda cache: (cache.req_to_token_pool, "free"),
+}
+
+
+@pytest.mark.parametrize("debug", [False, True])
+@pytest.mark.parametrize("kept", [0, 32])
+@pytest.mark.parametrize("place", BREAKS)
+def test_a_release_that_failed_half_way_can_be_made_again(monkeypatch, place, kept, debug):
+    cache = cache_of("gpt-oss-20b", debug=debug)
+    allocator = cache.token_to_kv_pool_allocator
+    sides = allocator.full, allocator.swa
+    before = [side.available_size() for side in sides]
+    prefix = cache.admit("first", 32)
+    cache.release("first", kept=32)
+    cache.admit("a", 300, prefix=prefix)
+    cache.evict(["a"], [100])
+    other = cache.admit("other", 50)
+    once(monkeypatch, *BREAKS[place](cache))
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        cache.release("a", kept=kept)
+    assert cache.req_to_token_pool.row_of("a") is not None
+    cache.release("a", kept=kept)
+    cache.release("a", kept=kept)
+    assert [side.available_size() for side in sides] == [size - 32 - 64 for size in before]
+    cache.check(torch.cat((prefix, other)))
+    again = cache.admit("next", 300)
+    cache.release("next")
+    cache.release("other")
+    cache.check(prefix)
+    assert len(again) == 300
+
+
+@pytest.mark.parametrize("debug", [False, True])
+@pytest.mark.parametrize("how", ["free", "free_pages", "free_rows"])
+@pytest.mark.parametrize("side", ["full", "swa"])
+def test_an_allocator_frees_the_rest_after_a_side_failed(monkeypatch, side, how, debug):
+    allocator = cache_of("gpt-oss-20b", debug=debug).token_to_kv_pool_allocator
+    sides = allocator.full, allocator.swa
+    before = [side.available_size() for side in sides]
+    slots = allocator.alloc(64)
+    kept = allocator.alloc(16)
+    arguments = {"free": (slots,), "free_pages": (slots[::16] // 16,), "free_rows": (slots.view(1, 64), [0], [0], [64])}
+    once(monkeypatch, getattr(allocator, side), "free_pages")
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        getattr(allocator, how)(*arguments[how])
+    getattr(allocator, how)(*arguments[how])
+    assert [side.available_size() for side in sides] == [size - 16 for size in before]
+    allocator.check(kept)
+    again = allocator.alloc(128)
+    assert 0 not in allocator.translate(again).tolist()
+    allocator.free(again)
+    allocator.check(kept)
+
+
+def test_an_eviction_that_failed_can_be_made_again(monkeypatch):
+    cache = cache_of("gpt-oss-20b")
+    before = cache.token_to_kv_pool_allocator.swa_available_size()
+    slots = cache.admit("a", 300)
+    once(monkeypatch, cache.token_to_kv_pool_allocator.swa, "free_pages")
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        cache.evict(["a"], [100])
+    cache.check(slots)
+    cache.evict(["a"], [100])
+    assert cache.token_to_kv_pool_allocator.swa_available_size() == before - 304 + 96
+    cache.check(slots)
+
+
+@pytest.mark.parametrize("role", ["none", "decode"])
+@pytest.mark.parametrize(
+    ("fail", "place"),
+    [
+        (once, lambda cache: (cache.req_to_token_pool, "free")),
+        (late, lambda cache: (cache.req_to_token_pool, "free")),
+        (once, lambda cache: (cache.req_to_token_pool.states, "free")),
+    ],
+)
+def test_a_release_that_failed_at_its_row_or_states_can_be_made_again(monkeypatch, place, fail, role):
+    cache = hybrid(role=role)
+    table = cache.req_to_token_pool
+    before = cache.token_to_kv_pool_allocator.available_size(), table.available_size(), table.available_states()
+    cache.admit("q", 40)
+    fail(monkeypatch, *place(cache))
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        cache.release("q")
+    cache.release("q")
+    cache.release("q")
+    assert (
+        cache.token_to_kv_pool_allocator.available_size(),
+        table.available_size(),
+        table.available_states(),
+    ) == before
+    cache.check(torch.tensor([], dtype=torch.int64), held_states=[])
+
+
+def test_a_request_whose_state_slot_is_gone_keeps_its_row():
+    """What the states refuse is refused before the row goes back."""
+    cache = hybrid()
+    table = cache.req_to_token_pool
+    slots = cache.admit("q", 40)
+    slot = table.state_of("q")
+    table.states.free([slot])
+    with pytest.raises(SlotError, match=rf"slots \[{slot}\] \(of request 'q'\) are freed twice"):
+        table.free("q")
+    assert table.row_of("q") == 1
+    assert table.req_to_token[1, :40].tolist() == slots.tolist()
+
+
+@pytest.mark.parametrize("debug", [False, True])
+@pytest.mark.parametrize(
+    ("fail", "place"),
+    [
+        (once, lambda cache: (cache.token_to_kv_pool_allocator, "release")),
+        (late, lambda cache: (cache.token_to_kv_pool_allocator, "release")),
+        (once, lambda cache: (cache.token_to_kv_pool_allocator.host, "free_pages")),
+        (once, lambda cache: (cache.req_to_token_pool, "free")),
+        (late, lambda cache: (cache.req_to_token_pool, "free")),
+    ],
+)
+def test_a_release_that_failed_in_a_tier_can_be_made_again(monkeypatch, place, fail, debug):
+    layer = kvdock.LayerSpec(kind="dsa", params=DSAParams(kv_lora_rank=128, qk_rope_head_dim=8, index_head_dim=128))
+    model = kvdock.ModelSpec(name="m", architecture="M", layers=(layer,), context_length=64, dtype="bfloat16")
+    options = {"page_size": 4, "hisparse": True, "max_running_requests": 2, "hisparse_top_k": 4, "max_total_tokens": 32}
+    cache = kvdock.build(kvdock.plan(model, device="cpu", budget_bytes=2**27, options=options), debug=debug)
+    allocator = cache.token_to_kv_pool_allocator
+    tiers = allocator.full, allocator.device, allocator.host
+    before = [tier.available_size() for tier in tiers]
+    cache.admit("a", 18)
+    allocator.reserve_host("a", 20)
+    other = cache.admit("b", 8)
+    fail(monkeypatch, *place(cache))
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        cache.release("a")
+    cache.release("a")
+    cache.release("a")
+    assert [tier.available_size() for tier in tiers] == [before[0] - 8, before[1] - 8, before[2]]
+    cache.check(other)

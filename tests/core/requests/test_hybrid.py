@@ -250,9 +250,9 @@ def test_fresh_slots_are_named_once_and_not_after_they_went_back(make_hybrid):
     assert pool.take_fresh() == [1, 3]
     assert pool.take_fresh() == []
     pool.free("a")
-    pool.alloc("defghi")
+    pool.alloc([*"defghi"])
     assert pool.take_fresh() == [4, 5, 6, 7, 8, 2]
-    pool.alloc("hj")
+    pool.alloc(["h", "j"])
     assert pool.take_fresh() == [1]
     pool.clear()
     pool.alloc(["a"])

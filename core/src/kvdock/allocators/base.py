@@ -129,7 +129,10 @@ class Allocator(Planned, abc.ABC):
         return
 
     def verify_live(self, slots: torch.Tensor) -> None:
-        """With debug, verify that `slots` may be written (handed out, or padding), as far as this class can tell."""
+        """With debug, verify that `slots` may be written (handed out, or padding), as far as this class can tell.
+
+        What waits in a free group may not be written any more.
+        """
         return
 
     def verify_growth(
@@ -194,6 +197,10 @@ class Allocator(Planned, abc.ABC):
     def check(self, held: torch.Tensor | None = None) -> None:
         """Verify conservation, and that exactly the slots `held` are live when given; may be slow.
 
+        A page is held if any of its slots is named, so one slot a page will do, and all slots do as well; each
+        at most once. What an open free group holds may be among them or not: it is nobody's, and not free yet.
+
         Raises:
-            SlotError: names the slots that leaked, are free twice, or are held but free.
+            SlotError: names the slots that leaked, are free twice, are held but free, do not exist, or are named
+                twice; `held` is no tensor of whole numbers.
         """

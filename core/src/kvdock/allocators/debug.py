@@ -7,10 +7,10 @@ that it refuses has changed nothing.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvdock.allocators.lengths import Growth
+from kvdock.allocators.lengths import Growth, on_host, require_integers
 from kvdock.allocators.lengths import to_host as _to_host
 from kvdock.errors import SlotError
 
@@ -127,13 +127,13 @@ class Ledger:
         self._queued_slots.clear()
 
     def verify_live(self, slots: torch.Tensor) -> None:
-        """Verify that `slots` may be written: live, or padding.
+        """Verify that `slots` may be written: live, or padding; what waits in a free group may not.
 
         Raises:
             SlotError: names those that are not.
         """
         pages = _to_host(slots) // self.page_size
-        self._refuse_unknown(pages[pages != 0], "written")
+        self._refuse_given(pages[pages != 0], "written")
 
     def verify_growth(self, growth: Growth, on_device: Mapping[str, torch.Tensor]) -> None:
         """Verify that device lengths are the host's, and that last slots are live where a page goes on.
@@ -151,7 +151,7 @@ class Ledger:
         used = growth.prefix % self.page_size
         last, used = _to_host(on_device["last_loc"])[used != 0], used[used != 0]
         pages = last // self.page_size
-        self._refuse_unknown(pages, "continued as last_loc")
+        self._refuse_given(pages, "continued as last_loc")
         wrong = last[last % self.page_size != used - 1]
         if len(wrong):
             raise SlotError(
@@ -174,6 +174,10 @@ class Ledger:
         what = "are freed twice" if action == "freed" else f"were freed but are {action}"
         self._refuse(pages[state == _FREED], what)
 
+    def _refuse_given(self, pages: Ints, action: str) -> None:
+        self._refuse_unknown(pages, action)
+        self._refuse(pages[self._state[pages] == _QUEUED], f"were freed (they wait in a free group) but are {action}")
+
     def _refuse(self, pages: Ints, what: str) -> None:
         if not len(pages):
             return
@@ -188,6 +192,46 @@ class Ledger:
         owners = {repr(self._owners[page]) for page in pages.tolist() if self._owners.get(page) is not None}
         owned = f" (owner {', '.join(sorted(owners))})" if owners else ""
         return owned or named_holders(self._request_pool, pages, self.page_size)
+
+
+def held_pages(held: torch.Tensor, page_size: int, capacity: int, name: str) -> Ints:
+    """Return the pages of the slots that a check is told to be held, each once; `name` says of which allocator.
+
+    Raises:
+        SlotError: no tensor of whole numbers, a slot that is named twice, is padding or does not exist.
+    """
+    import numpy as np
+
+    require_integers("held", held)
+    numbers = _to_host(held)
+    if len(twice := _repeated(numbers)):
+        raise SlotError(f"{name}: held names slots {_shown(twice.tolist())} more than once; give each slot once")
+    pages = np.unique(numbers // page_size)
+    if len(outside := numbers[(numbers < page_size) | (numbers >= (capacity + 1) * page_size)]):
+        raise SlotError(
+            f"{name}: held names slots {_shown(outside.tolist())}, which are padding or do not exist; there are "
+            f"{page_size} … {(capacity + 1) * page_size - 1}"
+        )
+    return pages
+
+
+def held_states(held: Iterable[int] | torch.Tensor) -> list[int]:
+    """Return the state slots that a check is told to be held.
+
+    Raises:
+        SlotError: no whole numbers, or one that is named twice.
+    """
+    import torch
+
+    if isinstance(held, torch.Tensor):
+        require_integers("held_states", held)
+        numbers = _to_host(held)
+    else:
+        numbers = on_host(list(held), "held_states")
+    if len(twice := _repeated(numbers)):
+        raise SlotError(f"held_states names {_shown(twice.tolist())} more than once; give each slot once")
+    found: list[int] = numbers.tolist()
+    return found
 
 
 def named_holders(pool: RequestPool | None, pages: Ints, page_size: int) -> str:

@@ -45,6 +45,9 @@ class FreeList(Protocol):
     def unstage(self) -> None:
         """Forget what was staged."""
 
+    def staged_pages(self) -> torch.Tensor:
+        """Return what was staged, for checks."""
+
     def require_live(self, count: int) -> None:
         """Refuse to take back more pages than are handed out."""
 
@@ -96,3 +99,9 @@ class CollectsPages(abc.ABC):
         """Forget what was staged."""
         self._parts = []
         self.staged = 0
+
+    def staged_pages(self) -> torch.Tensor:
+        """Return what was staged, for checks."""
+        import torch
+
+        return torch.cat(self._parts) if self._parts else torch.zeros(0, dtype=torch.int64)

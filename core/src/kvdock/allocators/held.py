@@ -216,6 +216,14 @@ class DeviceBuffers(HeldPages):
         words.index_copy_(0, lengths.to_device(own, words.device), pages)
         return words.index_copy_(0, lengths.to_device(held, words.device), self.newest_pages(placed.requests))
 
+    def holds(self, requests: Sequence[Hashable], pages: Sequence[int]) -> NDArray[np.bool_]:
+        """Return of each request whether its newest page holds its page ``pages[i]``; a prefix never lies there."""
+        import numpy as np
+
+        return np.array(
+            [self.newest_at.get(r) == page for r, page in zip(requests, pages, strict=True)], dtype=np.bool_
+        )
+
     def move_on(self, requests: Sequence[Hashable], pages: Sequence[int]) -> None:
         """Note that each request's newest page holds its page ``pages[i]`` now."""
         self.newest_at.update(zip(requests, pages, strict=True))

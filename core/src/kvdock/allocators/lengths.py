@@ -6,6 +6,7 @@ Everything here is numpy over host integers, vectorised over the batch; nothing 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvdock.errors import SlotError
@@ -16,6 +17,29 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Ints = NDArray[np.int64]
+
+MOST_TOKENS = 2**40
+"""No request is longer: counts of a batch of such lengths still fit 64 bits."""
+
+
+def require_integers(name: str, values: torch.Tensor) -> None:
+    """Verify that `values` is a tensor of whole numbers, by its type alone.
+
+    Raises:
+        SlotError: it is a list, an array or a tensor of another type.
+    """
+    dtype = getattr(values, "dtype", None)
+    if dtype in _integers() or (hasattr(values, "is_cpu") and not values.numel()):
+        return
+    found = f"a {type(values).__name__}" if not hasattr(values, "is_cpu") else f"of type {dtype}"
+    raise SlotError(f"{name} is {found}; give a tensor of int64 or int32, nothing was changed")
+
+
+@lru_cache(maxsize=1)
+def _integers() -> frozenset[torch.dtype]:
+    import torch
+
+    return frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})
 
 
 def on_host(lens: Sequence[int] | torch.Tensor, name: str) -> Ints:
@@ -38,8 +62,10 @@ def on_host(lens: Sequence[int] | torch.Tensor, name: str) -> Ints:
     if found.dtype == np.int64 and found.ndim == 1:
         return found
     found = found.reshape(-1)
-    if found.size and found.dtype.kind not in "iu":
-        raise SlotError(f"{name} holds {found.tolist()[:8]}, which are no whole numbers; nothing was changed")
+    is_wide = found.dtype == np.uint64 and bool((found > np.iinfo(np.int64).max).any())
+    if found.size and (found.dtype.kind not in "iu" or is_wide):
+        of_bits = " of 64 bits" if is_wide else ""
+        raise SlotError(f"{name} holds {found.tolist()[:8]}, which are no whole numbers{of_bits}; nothing was changed")
     return found.astype(np.int64, copy=False)
 
 
@@ -196,13 +222,20 @@ def grown_pages(prefix_lens: Ints, seq_lens: Ints, page_size: int) -> Ints:
     """Return the new pages of each request that grows from `prefix_lens` to `seq_lens` tokens.
 
     Raises:
-        SlotError: the lists differ in length, or a prefix is negative or longer than its sequence.
+        SlotError: the lists differ in length, a prefix is negative or longer than its sequence, or a sequence is
+            longer than any can be.
     """
+    import numpy as np
+
     if prefix_lens.shape != seq_lens.shape:
         raise SlotError(f"{len(prefix_lens)} prefix lengths but {len(seq_lens)} sequence lengths; give one of each")
-    wrong = (prefix_lens < 0) | (prefix_lens > seq_lens)
+    # As numbers without a sign negative ones are huge, so two comparisons find all that is wrong.
+    prefix, seq = prefix_lens.view(np.uint64), seq_lens.view(np.uint64)
+    wrong = (prefix > seq) | (seq > MOST_TOKENS)
     if wrong.any():
         i = int(wrong.argmax())
+        if seq_lens[i] > MOST_TOKENS:
+            raise SlotError(f"request {i} of the batch has {seq_lens[i]} tokens; none has more than {MOST_TOKENS}")
         raise SlotError(
             f"request {i} of the batch grows from {prefix_lens[i]} to {seq_lens[i]} tokens; "
             "a prefix is at least 0 and at most the sequence"
@@ -303,9 +336,12 @@ def check_batch(batch: int, owners: Sequence[object] | None = None, **tensors: t
     """Verify that every tensor, and `owners` if given, has one entry for each of `batch` requests.
 
     Raises:
-        SlotError: names the one that has not; nothing was taken.
+        SlotError: names the one that has not, or that is no tensor of whole numbers; nothing was taken.
     """
+    integers = _integers()
     for name, tensor in tensors.items():
+        if getattr(tensor, "dtype", None) not in integers:
+            require_integers(name, tensor)
         if tensor.shape != (batch,):
             raise SlotError(
                 f"{name} has shape {list(tensor.shape)}, but seq_lens_cpu holds {batch} requests; give one of each"

@@ -12,6 +12,8 @@ from kvdock.allocators.base import Allocator
 from kvdock.allocators.debug import named_holders
 from kvdock.allocators.ring import Journal
 from kvdock.errors import SlotError
+from kvdock.planned import Parts
+from kvdock.queries import AllocatorQuery
 
 if TYPE_CHECKING:
     import torch
@@ -43,6 +45,12 @@ class MappedAllocator(Allocator):
     _map: torch.Tensor
     _journal: Journal
     _grouping = _has_queued = False
+    _lone: set[int]
+    """Live pages without a page beside them, because a call that gave both back failed half-way."""
+
+    def __init__(self, query: AllocatorQuery, parts: Parts) -> None:
+        super().__init__(query, parts)
+        self._lone = set()
 
     @abc.abstractmethod
     def _mapped(self, pages: torch.Tensor) -> torch.Tensor:
@@ -91,12 +99,12 @@ class MappedAllocator(Allocator):
         numbers, mapped = self._looked_up(self._pages_of(indices.reshape(-1).to(self._map.dtype)))
         pages, side_pages = (lengths.to_device(found, indices.device) for found in (numbers, mapped[mapped != 0]))
         self.side.verify_pages(side_pages)
-        if self._grouping:
-            # Several token frees of one group may name one page; the inner group reduces them at its end.
-            self.numbering.free(indices)
+        if not self._grouping:
+            self.numbering.verify_pages(pages)
+            self._give(pages, side_pages, lambda: self.numbering.free_pages(pages))
         else:
-            self.numbering.free_pages(pages)
-        self._drop(pages, side_pages)
+            # Several token frees of one group may name one page; the inner group reduces them at its end.
+            self._give(pages, side_pages, lambda: self.numbering.free(indices))
 
     def available_size(self) -> int:
         """Return the slots that both sides could hand out now."""
@@ -178,6 +186,8 @@ class MappedAllocator(Allocator):
         except BaseException:
             for name in changed:
                 self._tiers[name].resize({name: before[name]})
+                if self._grouping:  # a resize ends the group of its tier
+                    self._tiers[name].free_group_begin()
                 self._freed()
             raise
         self.size = self.numbering.size
@@ -249,9 +259,35 @@ class MappedAllocator(Allocator):
 
     def _free_both(self, pages: torch.Tensor, beside: torch.Tensor) -> None:
         """Give back `pages`, and what lies beside those of them that have a page there: `beside`."""
+        if self._lone:
+            beside = self._accompanied(beside)
         side_pages = self._verified(pages, beside)
-        self.numbering.free_pages(pages)
-        self._drop(pages, side_pages)
+        self._give(pages, side_pages, lambda: self.numbering.free_pages(pages))
+
+    def _give(self, pages: torch.Tensor, side_pages: torch.Tensor, free: Callable[[], None]) -> None:
+        """Give back what lies beside `pages`, then those by `free`; a call that fails can be made again."""
+        if not pages.shape[0]:
+            return
+        self.side.free_pages(side_pages)
+        self._dropped()
+        try:
+            self._erase(pages)
+            free()
+        except BaseException:
+            self._lone.update(lengths.to_host(pages).tolist())
+            raise
+        if self._lone:
+            self._lone.difference_update(lengths.to_host(pages).tolist())
+
+    def _dropped(self) -> None:
+        """Note that pages of the side were given back, or queued in a group."""
+        self._freed()
+        self._has_queued |= self._grouping
+
+    def _accompanied(self, pages: torch.Tensor) -> torch.Tensor:
+        """Return those of `pages` that did not lose what lay beside them in a call that failed."""
+        numbers = lengths.to_host(pages)
+        return lengths.to_device(numbers[[page not in self._lone for page in numbers.tolist()]], pages.device)
 
     def _verified(self, pages: torch.Tensor, beside: torch.Tensor) -> torch.Tensor:
         """Return the side's pages of `beside`, those of `pages` that have one, after verifying both sides."""
@@ -265,18 +301,19 @@ class MappedAllocator(Allocator):
         """Give back what lies beside live `pages`, all of which have a page there."""
         if self.parts.debug:
             self.numbering.verify_pages(pages)
+        if self._lone:
+            pages = self._accompanied(pages)
         side_pages = self._mapped(pages)
         self._verify_mapped(pages, side_pages)
-        self._drop(pages, side_pages)
-
-    def _drop(self, pages: torch.Tensor, side_pages: torch.Tensor) -> None:
-        """Give back pages of the side and unmap `pages`."""
         if not pages.shape[0]:
             return
-        self.side.free_pages(side_pages)
         self._erase(pages)
-        self._freed()
-        self._has_queued |= self._grouping
+        try:
+            self.side.free_pages(side_pages)
+        except BaseException:
+            self._write(pages, side_pages)
+            raise
+        self._dropped()
 
     def _verify_mapped(self, pages: torch.Tensor, side_pages: torch.Tensor) -> None:
         """With debug, verify that none of the side's pages of `pages` (or of some of them) went back before."""
@@ -287,6 +324,7 @@ class MappedAllocator(Allocator):
 
     def _forget(self) -> None:
         """Map nothing, and drop an open group."""
+        self._lone.clear()
         self._erase()
         self._grouping = self._has_queued = False
         self._freed()

@@ -9,7 +9,7 @@ import msgspec
 
 from kvdock.allocators import lengths
 from kvdock.allocators.base import Allocator, Shortfall
-from kvdock.allocators.debug import Ledger
+from kvdock.allocators.debug import Ledger, held_pages
 from kvdock.allocators.freelist import FreeList
 from kvdock.allocators.group import FreeGroup
 from kvdock.allocators.ring import PageRing
@@ -160,19 +160,22 @@ class PagedAllocator(Allocator):
         """Raise what `free_pages` would raise for `pages`, and change nothing.
 
         Raises:
-            SlotError: more pages than are live; with debug, pages that are not live or named twice.
+            SlotError: no tensor of whole numbers, or more pages than are live; with debug, pages that are not live
+                or named twice.
         """
+        lengths.require_integers("pages", pages)
         if self._ledger is not None:
             self._ledger.guard.enter()
             self._ledger.verify(pages)
         self._require_live(pages.shape[0])
 
     def verify_slots(self, indices: torch.Tensor) -> None:
-        """With debug, raise what `free` would raise for `indices`, and change nothing. Without, do nothing.
+        """Raise what `free` would raise for `indices`, and change nothing; without debug by their type alone.
 
         Raises:
-            SlotError: names the slots that are not live or named twice.
+            SlotError: no tensor of whole numbers; with debug, names the slots that are not live or named twice.
         """
+        lengths.require_integers("slots", indices)
         if self._ledger is not None:
             self._ledger.guard.enter()
             self._ledger.verify_slots(indices)
@@ -283,8 +286,10 @@ class PagedAllocator(Allocator):
     def check(self, held: torch.Tensor | None = None) -> None:
         """Verify the ring, and that exactly the pages of the slots `held` are live; O(capacity).
 
+        What an open free group holds may be among `held` or not.
+
         Raises:
-            SlotError: names the slots.
+            SlotError: names the slots, also those of `held` that do not exist or are named twice.
         """
         import numpy as np
 
@@ -293,8 +298,9 @@ class PagedAllocator(Allocator):
         if self._ledger is not None:
             self._refuse(np.setxor1d(live, self._ledger.live_pages()), "differ between the ring and the debug ledger")
         if held is not None:
-            expected = np.unique(held.detach().cpu().numpy().astype(np.int64) // self.page_size)
-            self._refuse(np.setdiff1d(live, expected), "are live but held by nobody (leaked)")
+            expected = held_pages(held, self.page_size, self._ring.capacity, self._name)
+            known = np.concatenate((expected, self._waiting_pages()))
+            self._refuse(np.setdiff1d(live, known), "are live but held by nobody (leaked)")
             self._refuse(np.setdiff1d(expected, live), "are held but free")
 
     def live_pages(self) -> list[int]:
@@ -393,6 +399,14 @@ class PagedAllocator(Allocator):
                 "which is what was allocated"
             )
         return size
+
+    def _waiting_pages(self) -> NDArray[np.int64]:
+        """Return the pages that an open free group holds."""
+        import numpy as np
+
+        tokens = None if self._group is None else self._group.pages()
+        parts = [self._ring.staged_pages()] if tokens is None else [self._ring.staged_pages(), tokens]
+        return np.concatenate([lengths.to_host(part) for part in parts])
 
     def _live_pages(self) -> NDArray[np.int64]:
         import numpy as np

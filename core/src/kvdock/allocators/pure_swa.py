@@ -55,6 +55,7 @@ class PureSWAAllocator(PagedAllocator):
 
     def free(self, indices: torch.Tensor) -> None:
         """Give back the pages of these tokens; 0, as before a tail, is none (with debug it is refused). Waits once."""
+        lengths.require_integers("slots", indices)
         super().free(indices if self.parts.debug else indices[indices != 0])
 
     def translate(self, loc: torch.Tensor) -> torch.Tensor:
@@ -91,6 +92,7 @@ class PureSWAAllocator(PagedAllocator):
         """Give back the pages whose last token is among these slots; padding is skipped. Waits for the device once."""
         import numpy as np
 
+        lengths.require_integers("slots", indices)
         slots = lengths.to_host(indices)
         pages = slots[slots % self.page_size == self.page_size - 1] // self.page_size
         self.free_pages(lengths.to_device(np.unique(pages[pages > 0]), indices.device))

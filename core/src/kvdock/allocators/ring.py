@@ -177,6 +177,10 @@ class PageRing:
         """Forget what was staged."""
         self.staged = 0
 
+    def staged_pages(self) -> torch.Tensor:
+        """Return what was staged, for checks."""
+        return self._read((self._head + self.free) % self.capacity, self.staged)
+
     def require_live(self, count: int) -> None:
         """Refuse to take back more pages than are handed out.
 

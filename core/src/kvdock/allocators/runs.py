@@ -1,15 +1,16 @@
 """Free pages as runs: where each begins and ends, and the longest run under every stretch of pages.
 
-A run is a stretch of free pages that no free page adjoins. Its length stands at its first page (`heads`) and
-at its last (`tails`); both hold 0 everywhere else, so a page that comes back finds its neighbours by two
-reads. Over the heads lies a tree of maxima, 16 children a node (64 bytes, one cache line): the lowest run
-that is long enough is one descent away, and a change is carried up only while it changes a maximum. Nothing
-is ever sorted or merged but the pages of the call itself. Everything is numpy on the host; no torch.
+A run is a stretch of free pages that no free page adjoins. Its length stands at its last page and, negative,
+at its first one (`ends`); 0 stands everywhere else, so a page that comes back finds its neighbours by two
+reads. Over the lengths at the last pages lies a tree of maxima, `MaxTree`: the lowest run that is
+long enough is one descent away, a run that is cut from the front changes in place, and a change is carried
+up only while it changes a maximum. Nothing is ever sorted or merged but the pages of the call itself.
+Everything is numpy on the host; no torch.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvdock.errors import SlotError
 from kvdock.layout import round_up
@@ -20,100 +21,176 @@ if TYPE_CHECKING:
 
     Ints = NDArray[np.int64]
     Words = NDArray[np.int32]
+    Maxima = NDArray[np.uint16]
 
-FANOUT = 16
-_SHIFT = 4
-_NODE_WORDS = FANOUT // 2
-"""64-bit words of a node; maxima are int32."""
-LEVEL_GUARD_BYTES = 512
-"""Beyond a byte a page, what the padding of at most 7 levels takes."""
+FANOUT = 8
+"""Children of a node at most; every level has a multiple."""
+LEVEL_GUARD_BYTES = 256
+"""Beyond a byte a page, what the padding of at most 10 levels takes."""
+_TOP = 24
+"""A level of so many maxima, 6 words, needs none above it."""
+_MOST = 2**16 - 1
+"""What a node says of longer runs; whoever wants one looks at every run of that length, of which there are few."""
+_LONGEST = 2**31 - 1
 _CLASSES = 33
 """Run lengths by their number of bits, 1 … 32."""
 _FEW = 4
 """Up to so many runs are changed one by one: below it, a call of numpy costs more than it does."""
+_NARROW = 16
+"""Up to so many nodes of a level are carried up one by one, for the same reason."""
+
+
+def _shifts(leaves: int) -> list[int]:
+    """Return the bits of each level's children: 4 leaves, then 8 or 4 nodes, so that 13 to 24 are left on top."""
+    if leaves <= _TOP:
+        return []
+    bits = next(bits for bits in range(32) if -(-leaves >> 2 + bits) <= _TOP)
+    fours = min(-bits % 3, bits // 2)
+    return [2, *[3] * ((bits - 2 * fours) // 3), *[2] * fours, *[1] * (bits == 1)]
 
 
 class MaxTree:
-    """Maxima over `leaves`, 16 to a node, level upon level up to a single node.
+    """Maxima over `leaves`, level upon level up to one that is read as a whole; `memory` holds those above the leaves.
 
-    `memory` holds the levels above the leaves; `touched` counts the 64-bit words that were read or written.
+    A node has 4 leaves or, further up, 8 nodes or 4: 2 words of 64 bits or one, so that a path up costs no more
+    words than it tells halves of the pool apart. Maxima have 16 bits and stop at `_MOST`; leaves are exact,
+    and those below 0 count as 0.
     """
 
-    def __init__(self, leaves: Words, memory: Words) -> None:
-        self.touched = 0
-        self.levels = [leaves]
-        start = 0
-        while len(self.levels[-1]) > FANOUT:
-            nodes = len(self.levels[-1]) // FANOUT
-            end = start + round_up(nodes, FANOUT)
-            self.levels.append(memory[start:end])
-            start = end
+    def __init__(self, leaves: Words, memory: Maxima) -> None:
+        levels: list[NDArray[Any]] = [leaves]
+        shifts, start, length = _shifts(len(leaves)), 0, len(leaves)
+        for shift in shifts:
+            length = -(-length >> shift)
+            levels.append(memory[start : start + round_up(length, FANOUT)])
+            start += round_up(length, FANOUT)
+        self._levels = levels
         # Python reads one number from a view in a third of the time that an array takes.
-        self._views = [level.data for level in self.levels]
+        views = [level.data for level in levels]
+        self._root, self._down = range(length), list(zip(views[::-1], [*shifts[::-1], 0], strict=True))
+        self._rising = list(zip(shifts, views[1:], strict=False))
+        self._carrying = list(zip(shifts, views, views[1:], strict=False))
+        self._many = [
+            (shift, below.reshape(-1, 1 << shift), level)
+            for shift, below, level in zip(shifts, levels, levels[1:], strict=False)
+        ]
+        self._opened = [(_TOP.bit_length(), levels[-1][:length].reshape(1, -1))]
+        self._opened += [(shift, rows) for shift, rows, _ in reversed(self._many)]
 
     def clear(self) -> None:
         """Set every leaf and maximum to 0."""
-        for level in self.levels:
+        for level in self._levels:
             level[:] = 0
 
     def first(self, least: int) -> int:
         """Return the lowest leaf that holds at least `least`, or −1."""
-        node = 0
-        for view in reversed(self._views):
-            self.touched += _NODE_WORDS
-            children = range(node << _SHIFT, (node << _SHIFT) + FANOUT)
-            node = next((child for child in children if view[child] >= least), -1)
-            if node < 0:
+        if least > _MOST:
+            found = self.several(least, 0, whole=least)[0]
+            return int(found[0]) if len(found) else -1
+        children, node = self._root, -1
+        for view, shift in self._down:
+            for node in children:
+                if view[node] >= least:
+                    break
+            else:
                 return -1
+            children = range(node << shift, (node + 1) << shift)
         return node
 
-    def several(self, least: int, below: int | None = None, needed: int | None = None) -> tuple[Ints, Ints]:
-        """Return leaves that hold at least `least` (and less than `below`), ascending, and what they hold.
+    def several(self, least: int, needed: int, whole: int | None = None) -> tuple[Ints, Ints]:
+        """Return the lowest leaves of at least `least` that add up to `needed`, and all of at least `whole`.
 
-        With `needed` they are only the lowest whose values add up to it: a node whose maximum is below
-        `below` promises a leaf of that value, so no more nodes are opened than are needed.
+        Ascending, with what they hold; the latter add nothing to `needed`. A node's maximum promises a leaf of
+        that value, so no more nodes are opened than are needed.
         """
         import numpy as np
 
-        nodes = np.zeros(1, dtype=np.int64)
-        values = nodes
-        for level in reversed(self.levels):
-            self.touched += len(nodes) * _NODE_WORDS
-            children = level.reshape(-1, FANOUT).take(nodes, axis=0).ravel()
-            found = (children >= least).nonzero()[0]
-            values = children[found].astype(np.int64)
-            nodes = (nodes[found >> _SHIFT] << _SHIFT) + (found & (FANOUT - 1))
-            if needed is not None and len(nodes):
-                promised = values if below is None else np.where(values < below, values, 0)
-                end = int(np.searchsorted(promised.cumsum(), needed)) + 1
+        nodes = values = np.zeros(1, dtype=np.int64)
+        for shift, rows in self._opened:
+            most = _LONGEST if rows is self._opened[-1][1] else _MOST
+            children = rows.take(nodes, axis=0).ravel()
+            found = (children >= min(least, most)).nonzero()[0]
+            values = children.take(found)
+            nodes = (nodes.take(found >> shift) << shift) + (found & ((1 << shift) - 1))
+            is_whole = None if whole is None else values >= min(whole, most)
+            promised = (values if is_whole is None else np.where(is_whole, 0, values)).cumsum()
+            if not len(nodes) or promised[-1] <= needed:
+                continue
+            end = int(promised.searchsorted(needed)) + 1
+            if is_whole is None:
                 nodes, values = nodes[:end], values[:end]
-        if below is not None:
-            nodes, values = nodes[values < below], values[values < below]
-        return nodes, values
+            else:
+                is_whole[:end] = True
+                nodes, values = nodes[is_whole], values[is_whole]
+        return nodes, values.astype(np.int64)
 
-    def changed(self, leaf: int) -> None:
-        """Carry the change of one leaf up."""
-        node = leaf
-        for below, level in zip(self._views, self._views[1:], strict=False):
-            node >>= _SHIFT
-            self.touched += _NODE_WORDS + 1
-            most = max(below[node << _SHIFT : (node << _SHIFT) + FANOUT])
-            if level[node] == most:
+    def raised(self, leaf: int, value: int) -> None:
+        """Carry up that one leaf holds `value`, more than before; the other leaves are not looked at."""
+        self._rise(0, leaf, min(value, _MOST))
+
+    def _rise(self, depth: int, node: int, value: int) -> None:
+        for shift, view in self._rising[depth:]:
+            node >>= shift
+            if view[node] >= value:
                 return
-            level[node] = most
+            view[node] = value
 
-    def many_changed(self, leaves: Ints) -> None:
-        """Carry the changes of several leaves up, each node once."""
-        nodes = _ascending(leaves)
-        for below, level in zip(self.levels, self.levels[1:], strict=False):
-            nodes = _without_repeats(nodes >> _SHIFT)
-            self.touched += len(nodes) * (_NODE_WORDS + 1)
-            most = below.reshape(-1, FANOUT).take(nodes, axis=0).max(axis=1)
+    def lowered(self, leaf: int, before: int) -> None:
+        """Carry up that one leaf holds less than `before`, while that was a maximum."""
+        before = min(before, _MOST)
+        for shift, below, view in self._carrying:
+            leaf >>= shift
+            if view[leaf] > before:
+                return
+            most = max(0, *below[leaf << shift : (leaf + 1) << shift])
+            if most >= before:
+                return
+            view[leaf] = most
+
+    def many_raised(self, leaves: Ints, values: Ints) -> None:
+        """Carry up that several leaves, ascending, hold `values`, more than before."""
+        import numpy as np
+
+        nodes, values = leaves, np.minimum(values, _MOST)
+        for depth, (shift, _, level) in enumerate(self._many):
+            if len(nodes) <= _NARROW:
+                for node, value in zip(nodes.tolist(), values.tolist(), strict=True):
+                    self._rise(depth, node, value)
+                return
+            nodes = nodes >> shift
+            firsts = _is_first(nodes).nonzero()[0]
+            nodes, values = nodes.take(firsts), np.maximum.reduceat(values, firsts)
+            rises = level.take(nodes) < values
+            nodes, values = nodes[rises], values[rises]
+            level[nodes] = values
+
+    def many_lowered(self, leaves: Ints) -> None:
+        """Carry up that several leaves, ascending, hold less than before."""
+        import numpy as np
+
+        nodes = leaves
+        for depth, (shift, rows, level) in enumerate(self._many):
+            if len(nodes) <= _NARROW:
+                for node in nodes.tolist():
+                    self._carry(depth, node)
+                return
+            nodes = nodes >> shift
+            nodes = nodes[_is_first(nodes)]
+            most = rows.take(nodes, axis=0).max(axis=1, initial=0)
+            if not depth:
+                most = np.minimum(most, _MOST)
             differs = most != level.take(nodes)
             level[nodes] = most
             nodes = nodes[differs]
-            if not len(nodes):
+
+    def _carry(self, depth: int, node: int) -> None:
+        """Set the maxima above `node` of `depth` from what is below them, while they change."""
+        for shift, below, view in self._carrying[depth:]:
+            node >>= shift
+            most = min(max(0, *below[node << shift : (node + 1) << shift]), _MOST)
+            if view[node] == most:
                 return
+            view[node] = most
 
 
 class Picked(NamedTuple):
@@ -148,31 +225,25 @@ class FreeRuns:
 
     A request is served from the lowest run that holds it whole. Without one it gets runs by the number of
     bits of their length, longest first, and of the last such class the lowest: never more runs than the
-    lowest free pages would make, and at most twice as many as possible. `take` and `give` cost
-    O(pages + log(capacity)), `touched` says how many words the last call read or wrote.
+    lowest free pages would make, and at most twice as many as possible. A `take` or `give` of `k` pages in `r`
+    runs reads or writes at most ``k + r · log2(capacity / r)`` words of `ends` and `levels`, rounded up, which is
+    ``k + log2(capacity)`` for one run (capacities from 512 on; beside the pages themselves and 33 counts).
     """
 
-    def __init__(self, name: str, heads: Words, tails: Words, levels: Words) -> None:
+    def __init__(self, name: str, ends: Words, levels: Maxima) -> None:
         self.name = name
-        self._heads, self._tails = heads, tails
-        self._head, self._tail = heads.data, tails.data
-        self._tree = MaxTree(heads, levels)
+        self._ends, self._end = ends, ends.data
+        self._tree = MaxTree(ends, levels)
         self._by_class = [0] * _CLASSES
         self.capacity = 0
         self.free = 0
 
-    @property
-    def touched(self) -> int:
-        """Words of 64 bits that the last `take` or `give` read or wrote, pages in and out included."""
-        return self._tree.touched
-
     def reset(self, capacity: int) -> None:
         """Hold the pages ``1 … capacity``, all free; O(capacity)."""
         self._tree.clear()
-        self._tails[:] = 0
         self._by_class = [0] * _CLASSES
         self.capacity = self.free = capacity
-        self._add(1, capacity)
+        self._insert(1, capacity + 1)
 
     def take(self, count: int) -> Ints:
         """Hand out `count` pages, ascending; there must be as many.
@@ -187,7 +258,6 @@ class FreeRuns:
         else:
             self._remove_many(picked)
         self.free -= count
-        self._tree.touched += count
         return pages
 
     def peek(self, count: int) -> Ints:
@@ -207,11 +277,13 @@ class FreeRuns:
         import numpy as np
 
         count = len(pages)
-        self._tree.touched = 2 * count
         if not count:
             return
-        ordered = _ascending(np.asarray(pages, dtype=np.int64))
+        ordered = np.asarray(pages, dtype=np.int64)
         gaps = ordered[1:] - ordered[:-1]
+        if count > 1 and int(gaps.min()) < 0:
+            ordered = np.sort(ordered)
+            gaps = ordered[1:] - ordered[:-1]
         self._check(ordered, gaps)
         breaks = np.flatnonzero(gaps != 1)
         if len(breaks) < _FEW:
@@ -220,9 +292,10 @@ class FreeRuns:
             for first, last in zip(firsts, lasts, strict=True):
                 self._insert(int(ordered[first]), int(ordered[last]) + 1)
         else:
-            starts = ordered[np.concatenate(([0], breaks + 1))]
-            ends = ordered[np.concatenate((breaks, [count - 1]))] + 1
-            self._insert_many(starts, ends)
+            bounds = np.empty(len(breaks) + 2, dtype=np.int64)
+            bounds[0], bounds[-1] = -1, count - 1
+            bounds[1:-1] = breaks
+            self._insert_many(ordered.take(bounds[:-1] + 1), ordered.take(bounds[1:]) + 1)
         self.free += count
 
     def _check(self, ordered: Ints, gaps: Ints) -> None:
@@ -236,36 +309,29 @@ class FreeRuns:
     def _picked(self, count: int) -> Picked:
         import numpy as np
 
-        self._tree.touched = 0
         if not count:
             none = np.zeros(0, dtype=np.int64)
             return Picked(none, none, 0, 0)
-        start = self._tree.first(count)
-        if start < 0:
+        last = self._tree.first(count)
+        if last < 0:
             return self._several(count)
-        length = self._head[start]
-        return Picked(np.array([start]), np.array([length]), 0, length - count)
+        length = self._end[last]
+        return Picked(np.array([last - length + 1]), np.array([length]), 0, length - count)
 
     def _several(self, count: int) -> Picked:
-        import numpy as np
-
         bits, longer = self._last_class(count)
-        starts, lengths = self._tree.several(1 << bits >> 1, 1 << bits, count - longer)
-        left = longer + int(lengths.sum()) - count
-        last = len(starts) - 1
-        if longer:
-            whole = self._tree.several(1 << bits)
-            starts, lengths = np.concatenate((starts, whole[0])), np.concatenate((lengths, whole[1]))
-            left += int(whole[1].sum()) - longer
-        if last < 0 or not 0 <= left < lengths[last]:
+        lasts, lengths = self._tree.several(1 << bits >> 1, count - longer, 1 << bits if longer else None)
+        left = int(lengths.sum()) - count
+        shorter = (lengths < 1 << bits).nonzero()[0]
+        cut = int(shorter[-1]) if len(shorter) else -1
+        if cut < 0 or not 0 <= left < lengths[cut]:
             raise self._damaged(count)
-        order = np.argsort(starts, kind="stable")
-        return Picked(starts[order], lengths[order], int(np.searchsorted(starts[order], starts[last])), left)
+        return Picked(lasts - lengths + 1, lengths, cut, left)
 
     def _last_class(self, count: int) -> tuple[int, int]:
-        """Return the bits of the shortest runs that are needed, and the pages of all that are longer."""
+        """Return the bits of the shortest runs that are needed, and the pages of all that are longer, where none holds `count`."""
         longer = 0
-        for bits in range(_CLASSES - 1, 0, -1):
+        for bits in range(count.bit_length(), 0, -1):
             if longer + self._by_class[bits] >= count:
                 return bits, longer
             longer += self._by_class[bits]
@@ -279,94 +345,93 @@ class FreeRuns:
 
     def _remove_few(self, picked: Picked) -> None:
         for i, (start, length) in enumerate(zip(picked.starts.tolist(), picked.lengths.tolist(), strict=True)):
+            left = picked.left if i == picked.cut else 0
+            last = start + length - 1
             self._by_class[length.bit_length()] -= length
-            self._head[start] = 0
-            self._tail[start + length - 1] = 0
-            self._tree.touched += 2
-            self._tree.changed(start)
-            if i == picked.cut and picked.left:
-                self._add(start + length - picked.left, picked.left)
+            self._by_class[left.bit_length()] += left
+            self._end[start] = 0
+            if left:
+                self._end[last - left + 1] = -left
+            self._end[last] = left
+            self._tree.lowered(last, length)
 
     def _remove_many(self, picked: Picked) -> None:
         starts, lengths, cut, left = picked
-        self._heads[starts] = 0
-        self._tails[starts + lengths - 1] = 0
-        self._count(lengths, -1)
-        self._tree.touched += 2 * len(starts)
-        self._tree.many_changed(starts)
+        lasts = starts + lengths - 1
+        self._ends[starts] = 0
+        self._ends[lasts] = 0
+        self._count(-lengths)
         if left:
-            self._add(int(starts[cut]) + int(lengths[cut]) - left, left)
-
-    def _add(self, start: int, length: int) -> None:
-        """Note one run that adjoins no other."""
-        self._head[start] = length
-        self._tail[start + length - 1] = length
-        self._by_class[length.bit_length()] += length
-        self._tree.touched += 2
-        self._tree.changed(start)
+            last = int(lasts[cut])
+            self._by_class[left.bit_length()] += left
+            self._end[last - left + 1] = -left
+            self._end[last] = left
+        self._tree.many_lowered(lasts)
 
     def _insert(self, start: int, end: int) -> None:
         """Add the pages ``start … end`` (exclusive) to the runs on both sides."""
-        left, right = self._tail[start - 1], self._head[end]
-        self._tree.touched += 2
+        left, right = self._end[start - 1], self._end[end]
+        # What was freed twice may lie inside a run; its neighbours then are no last and no first page.
+        left, right = max(left, 0), -right if right <= 0 else 1
+        length, last = left + end - start + right, end + right - 1
+        self._by_class[left.bit_length()] -= left
+        self._by_class[right.bit_length()] -= right
+        self._by_class[length.bit_length()] += length
         if left:
-            self._by_class[left.bit_length()] -= left
-            self._tail[start - 1] = 0
+            self._end[start - 1] = 0
         if right:
-            self._by_class[right.bit_length()] -= right
-            self._head[end] = 0
-            self._tree.changed(end)
-        self._add(start - left, left + end - start + right)
+            self._end[end] = 0
+        self._end[start - left] = -length
+        self._end[last] = length
+        self._tree.raised(last, length)
+        if left:
+            self._tree.lowered(start - 1, left)
 
     def _insert_many(self, starts: Ints, ends: Ints) -> None:
         """Do the same for several stretches, ascending; one run may join two of them."""
         import numpy as np
 
-        left, right = self._tails[starts - 1].astype(np.int64), self._heads[ends].astype(np.int64)
+        before = starts - 1
+        left, right = np.maximum(self._ends.take(before), 0), self._ends.take(ends)
+        right = np.maximum(-right, right > 0)
+        has_left, has_right = left > 0, right > 0
         low, high = starts - left, ends + right
-        apart = low[1:] >= high[:-1]
-        opens, closes = np.concatenate(([True], apart)), np.concatenate((apart, [True]))
-        self._count(np.concatenate((left, right[closes])), -1)
-        ended = ends[right > 0]
-        self._tails[starts[left > 0] - 1] = 0
-        self._heads[ended] = 0
-        low, high = low[opens], high[closes]
-        self._heads[low] = self._tails[high - 1] = high - low
-        self._count(high - low, 1)
-        self._tree.touched += 4 * len(starts) + 2 * len(low)
-        self._tree.many_changed(np.concatenate((low, ended)))
+        bounds = np.ones(len(starts) + 1, dtype=np.bool_)
+        np.greater_equal(low[1:], high[:-1], out=bounds[1:-1])
+        closes = bounds[1:]
+        joined = before[has_left]
+        self._ends[joined] = 0
+        self._ends[ends[has_right]] = 0
+        low, high = low[bounds[:-1]], high[closes]
+        lengths, lasts = high - low, high - 1
+        self._ends[low] = -lengths
+        self._ends[lasts] = lengths
+        self._count(np.concatenate((lengths, -left[has_left], -right[closes & has_right])))
+        self._tree.many_raised(lasts, lengths)
+        if len(joined):
+            self._tree.many_lowered(joined)
 
-    def _count(self, lengths: Ints, sign: int) -> None:
-        """Count the pages of runs by the bits of their length; a length of 0 is no run."""
+    def _count(self, lengths: Ints) -> None:
+        """Count the pages of runs by the bits of their length; negative lengths are of runs that are no more."""
         import numpy as np
 
         bits = np.frexp(lengths)[1]
         for i, pages in enumerate(np.bincount(bits, weights=lengths).tolist()):
-            self._by_class[i] += sign * int(pages)
+            self._by_class[i] += int(pages)
 
 
-def level_words(memory: NDArray[np.uint8]) -> Words:
-    """Return the bytes of a declared level buffer as the int32 words that `MaxTree` divides."""
+def level_words(memory: NDArray[np.uint8]) -> Maxima:
+    """Return the bytes of a declared level buffer as the 16-bit words that `MaxTree` divides."""
     import numpy as np
 
-    return memory[: len(memory) // 4 * 4].view(np.int32)
+    return memory[: len(memory) // 2 * 2].view(np.uint16)
 
 
-def _ascending(numbers: Ints) -> Ints:
-    """Return `numbers` sorted; what comes in order, as most requests do, is left as it is."""
+def _is_first(ordered: Ints) -> NDArray[np.bool_]:
+    """Return which of `ordered`, at least one, differ from the one before."""
     import numpy as np
 
-    if len(numbers) < 2 or bool((numbers[1:] >= numbers[:-1]).all()):
-        return numbers
-    return np.sort(numbers)
-
-
-def _without_repeats(ordered: Ints) -> Ints:
-    import numpy as np
-
-    if len(ordered) < 2:
-        return ordered
     is_first = np.empty(len(ordered), dtype=np.bool_)
     is_first[0] = True
     np.not_equal(ordered[1:], ordered[:-1], out=is_first[1:])
-    return ordered[is_first]
+    return is_first

@@ -282,7 +282,7 @@ class SortedAllocator(PagedAllocator):
 
     @classmethod
     def buffers(cls, query: AllocatorQuery) -> tuple[Buffer, ...]:
-        """Declare the runs and the pages handed out last (13 bytes a page of host memory), and page offsets.
+        """Declare the runs and the pages handed out last (9 bytes a page of host memory), and page offsets.
 
         Off the CPU, freed pages arrive in pinned memory, 4 bytes a page.
         """
@@ -294,8 +294,7 @@ class SortedAllocator(PagedAllocator):
 
         found = [
             # The padding page and the end behind the last page are never free, so a run has two neighbours.
-            per_page("run_heads", guard=2, round_rows_to=FANOUT),
-            per_page("run_tails", guard=1),
+            per_page("run_ends", guard=2, round_rows_to=FANOUT),
             per_page("run_levels", "uint8", guard=LEVEL_GUARD_BYTES, round_rows_to=FANOUT),
             per_page("taken"),
         ]
@@ -326,10 +325,8 @@ class SortedAllocator(PagedAllocator):
     def _make_free_list(self, parts: Parts) -> FreeList:
         rows = parts.tensors.rows
         name, device = f"space {self.space!r}", parts.device
-        heads, tails, levels, taken = (
-            rows(buffer).numpy() for buffer in ("run_heads", "run_tails", "run_levels", "taken")
-        )
-        runs = FreeRuns(name, heads, tails, level_words(levels))
+        ends, levels, taken = (rows(buffer).numpy() for buffer in ("run_ends", "run_levels", "taken"))
+        runs = FreeRuns(name, ends, level_words(levels))
         capacity = self._planned_pages(len(taken))
         cls = CountedRuns if device.type == "meta" else PageRuns
         inbox = None if device.type in ("cpu", "meta") else Inbox(rows("arrivals"))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvdock.allocators import lengths, window
 from kvdock.allocators.base import Shortfall
+from kvdock.allocators.debug import held_pages
 from kvdock.allocators.mapped import MappedAllocator, Share
 from kvdock.allocators.ring import Journal, Mark
 from kvdock.errors import BuildError, SlotError
@@ -147,6 +148,7 @@ class SWAAllocator(MappedAllocator):
         Raises:
             SlotError: more pages than are live; nothing changes.
         """
+        lengths.require_integers("pages", pages)
         pages = pages.to(self._map.dtype)
         self._free_both(pages, pages if has_swa else pages[:0])
 
@@ -179,6 +181,7 @@ class SWAAllocator(MappedAllocator):
 
         Waits for the device once.
         """
+        lengths.require_integers("slots", indices)
         slots = indices.reshape(-1).to(self._map.dtype)
         is_last = slots % self.page_size == self.page_size - 1
         # Page 0 has no sliding page, so a token that is not the last of its page is skipped as well.
@@ -187,6 +190,7 @@ class SWAAllocator(MappedAllocator):
 
     def free_swa_pages(self, pages: torch.Tensor) -> None:
         """Give back the sliding pages of full pages that still have one; never waits for the device."""
+        lengths.require_integers("pages", pages)
         self._free_side_of(pages.to(self._map.dtype))
 
     def free_swa_rows(
@@ -241,6 +245,8 @@ class SWAAllocator(MappedAllocator):
     def check(self, held: torch.Tensor | None = None) -> None:
         """Verify both sides, and that the live sliding pages are exactly those that live full pages map to.
 
+        What an open free group holds is mapped to nothing any more, and may be among `held` or not.
+
         Raises:
             SlotError: names the slots that leaked, are free twice, or are held but free.
         """
@@ -248,7 +254,7 @@ class SWAAllocator(MappedAllocator):
 
         self.full.check(held)
         if held is not None:
-            pages = torch.unique(held.to(torch.int64) // self.page_size)
+            pages = torch.from_numpy(held_pages(held, self.page_size, self.size // self.page_size, self._journal.name))
         else:
             live = self.live_pages()
             if live is None:

@@ -89,4 +89,5 @@ class TokenAllocator(PagedAllocator):
 
     def free(self, indices: torch.Tensor) -> None:
         """Give back slots, each named once; never waits for the device."""
+        lengths.require_integers("slots", indices)
         self.free_pages(indices if indices.dim() == 1 else indices.reshape(-1))

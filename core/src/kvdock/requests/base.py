@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class RequestPool(Planned, abc.ABC):
     """Request → row of ``req_to_token`` ``[rows + 1, columns]`` int32; row 0 is padding, never handed out.
 
-    A request is named by any hashable id and keeps its row until it is freed (chunked prefill asks
-    again and gets the same row).
+    A request is named by any hashable id but ``None`` and keeps its row until it is freed (chunked prefill
+    asks again and gets the same row).
     """
 
     req_to_token: torch.Tensor
@@ -83,7 +83,8 @@ class RequestPool(Planned, abc.ABC):
         """Write `slots` ``[sum(ends - starts)]``, request after request, into columns ``starts … ends``.
 
         Raises:
-            SlotError: a row was not handed out, or a column is beyond the table; nothing is written.
+            SlotError: a row was not handed out, or a column is beyond the table; with debug, a range that begins
+                behind what the row holds. Nothing is written.
         """
 
     @abc.abstractmethod

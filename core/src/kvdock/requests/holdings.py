@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvdock.allocators.lengths import on_host, to_host
@@ -82,6 +82,13 @@ class Holdings:
         for span in spans:
             holding = self.of(span.request)
             self._known[span.request] = holding._replace(evicted=max(holding.evicted, span.end))
+
+    def leave(self, requests: Sequence[Hashable], ends: Sequence[int]) -> None:
+        """Note for debug mode which borrowed tokens left the window of those who borrow them; nothing goes back."""
+        for request, end in self._pairs(requests, ends, "ends"):
+            holding = self.of(request)
+            left = max(holding.evicted, min(end, holding.borrowed))
+            self._known[request] = holding._replace(evicted=left)
 
     def forget(self, request: Hashable) -> None:
         """Forget a request."""
@@ -188,21 +195,66 @@ class Holdings:
                 if row != span.row:
                     self._refuse_shared(span.request, pages, other, owned[row])
 
+    def check_lent(self, spans: Sequence[Span], left: Mapping[Hashable, int] | None = None) -> None:
+        """Verify that no other live request borrows a page of these tokens; reads the table back, for debug mode.
+
+        `left` is for what leaves the window: the tokens of each request that leave together with these.
+
+        Raises:
+            SlotError: names both requests and what to do first.
+        """
+        import numpy as np
+
+        owned = {row: self._owned_pages(request) for row, request in self._table.live_rows().items()}
+        lent = {row: self._borrowed_pages(request, left) for row, request in self._table.live_rows().items()}
+        for span in spans:
+            end = span.end if left is None else span.end // self._page_size * self._page_size
+            # What was rolled back is another's by now, who may have lent it.
+            others = [pages for row, pages in owned.items() if row != span.row]
+            pages = np.setdiff1d(self._pages(span.row, span.start, end), np.concatenate([*others, [0]]))
+            for row, other in self._table.live_rows().items():
+                if row != span.row:
+                    self._refuse_lent(span.request, pages, other, lent[row], left is not None)
+
     def _refuse_shared(self, request: Hashable, pages: Ints, other: Hashable, owned: Ints) -> None:
         import numpy as np
 
         shared = np.intersect1d(pages, owned)
         if len(shared):
-            slots = [int(page) * self._page_size for page in shared[:8]]
             raise SlotError(
                 f"request {request!r} gives back slots that request {other!r} owns as well (pages from slots "
-                f"{slots}): say whose a shared prefix is with hold_prefix(request, borrowed=…), and what was "
-                "rolled back with truncate; nothing was changed"
+                f"{self._heads(shared)}): say whose a shared prefix is with hold_prefix(request, borrowed=…), and what "
+                "was rolled back with truncate; nothing was changed"
             )
+
+    def _refuse_lent(self, request: Hashable, pages: Ints, other: Hashable, lent: Ints, leaves: bool) -> None:
+        import numpy as np
+
+        shared = np.intersect1d(pages, lent)
+        if len(shared):
+            advice = (
+                f"evict {other!r} as far, before or in the same call"
+                if leaves
+                else f"release {other!r} first, or leave them to another holder with release({request!r}, kept=…)"
+            )
+            raise SlotError(
+                f"request {request!r} gives back slots that request {other!r} borrows (pages from slots "
+                f"{self._heads(shared)}): {advice}; nothing was changed"
+            )
+
+    def _heads(self, pages: Ints) -> list[int]:
+        return [int(page) * self._page_size for page in pages[:8]]
 
     def _owned_pages(self, request: Hashable) -> Ints:
         holding = self.of(request)
         return self._pages(holding.row, self.owned_from(holding), int(self._table.lengths[holding.row]))
+
+    def _borrowed_pages(self, request: Hashable, left: Mapping[Hashable, int] | None) -> Ints:
+        """Return the pages of another that a request needs: of all its tokens, or of those that did not leave yet."""
+        holding = self.of(request)
+        gone = holding.evicted if left is not None or self._goes_whole else 0
+        start = max(gone, (left or {}).get(request, 0)) // self._page_size * self._page_size
+        return self._pages(holding.row, min(start, holding.borrowed), holding.borrowed)
 
     def _pages(self, row: int, start: int, end: int) -> Ints:
         return to_host(self._table.req_to_token[row, start:end]) // self._page_size
@@ -215,12 +267,37 @@ def one_each(requests: Sequence[Hashable], tokens: Sequence[int], name: str) -> 
     """Return `tokens` as host integers, one a request.
 
     Raises:
-        SlotError: another number of them than of requests, no whole numbers, or a request twice.
+        SlotError: another number of them than of requests, no whole numbers, a request twice, or what
+            `distinct` refuses.
     """
-    numbers = on_host(tokens, name)
+    names, numbers = distinct(requests), on_host(tokens, name)
     if len(numbers) != len(requests):
         raise SlotError(f"{len(requests)} requests but {len(numbers)} {name}; give one of each")
-    if len(set(requests)) != len(requests):
+    if len(names) != len(requests):
         twice = Counter(requests).most_common(1)[0][0]
         raise SlotError(f"request {twice!r} is named twice in one call; nothing was changed")
     return numbers
+
+
+def distinct(requests: Sequence[Hashable]) -> dict[Hashable, None]:
+    """Return the requests of a call, each once and in order.
+
+    Raises:
+        SlotError: a text instead of a list of names, a name that cannot be hashed, or ``None``.
+    """
+    if isinstance(requests, (str, bytes)):
+        raise SlotError(
+            f"requests is the text {requests!r}, whose characters are no requests; give a list: [{requests!r}]"
+        )
+    try:
+        names = dict.fromkeys(requests)
+    except TypeError as error:
+        raise SlotError(f"requests={requests!r} is no list of hashable names ({error}); nothing was changed") from error
+    if None in names:
+        raise nameless()
+    return names
+
+
+def nameless() -> SlotError:
+    """Return the error for ``None`` in the place of a request."""
+    return SlotError("a request is named None, which stands for no request; give it another id. Nothing was changed")

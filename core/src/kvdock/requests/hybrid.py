@@ -6,12 +6,14 @@ import dataclasses
 from collections.abc import Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from kvdock.allocators.lengths import on_host, to_device
+from kvdock.allocators.debug import held_states as named_states
+from kvdock.allocators.lengths import on_host, to_device, whole_count
 from kvdock.demand import track_slots
 from kvdock.errors import SlotError
 from kvdock.layout import REQUESTS, STATE, Buffer
 from kvdock.planned import Parts
 from kvdock.queries import RequestQuery
+from kvdock.requests.holdings import distinct
 from kvdock.requests.states import Donated, StateSlots, shown
 from kvdock.requests.table import ReqToTokenPool
 
@@ -78,7 +80,7 @@ class HybridReqToTokenPool(ReqToTokenPool):
         ``None`` (and nothing changes) if there are not enough rows or state slots: see `states_needed`.
         """
         self._enter()
-        missing = {request: self._missing(request) for request in dict.fromkeys(requests)}
+        missing = {request: self._missing(request) for request in distinct(requests)}
         owners = [request for request, count in missing.items() for _ in range(count)]
         if len(owners) > self.states.available_size():
             return None
@@ -94,18 +96,18 @@ class HybridReqToTokenPool(ReqToTokenPool):
         """Give back the row of a request, its state and its track slots; what it donated stays.
 
         Raises:
-            SlotError: the request has no row.
+            SlotError: the request has no row, or does not hold its state slots any more; nothing changes.
         """
         row = self.row_of(request)
+        held = self._held.get(request)
+        if row is not None and held is not None:
+            # A stale row, as a padded batch may name it, must not reach another's state.
+            self.row_to_state[row].zero_()
+            if self.track_slots is not None:
+                self.track_slots[row].zero_()
+            self._give(held.all())
+            del self._held[request]
         super().free(request)
-        held = self._held.pop(request, None)
-        if held is None:  # an admission that failed before the request got a state
-            return
-        self._give(held.all())
-        # A stale row, as a padded batch may name it, must not reach another's state.
-        self.row_to_state[row].zero_()
-        if self.track_slots is not None:
-            self.track_slots[row].zero_()
 
     def state_of(self, request: Hashable) -> int:
         """Return the state slot of a request.
@@ -195,7 +197,7 @@ class HybridReqToTokenPool(ReqToTokenPool):
             SlotError: the request has no state, or `cached_slot` is not live, its own, or not written yet;
                 nothing changes.
         """
-        target = self.state_of(request)
+        target, cached_slot = self.state_of(request), whole_count(cached_slot, "cached_slot")
         if self.states.owner_of(cached_slot) is None or cached_slot in self._of(request).all():
             raise SlotError(
                 f"request {request!r} cannot begin with state slot {cached_slot}, which "
@@ -244,7 +246,7 @@ class HybridReqToTokenPool(ReqToTokenPool):
 
     def states_needed(self, requests: Sequence[Hashable]) -> int:
         """Return the state slots that `alloc` would take for these requests."""
-        return sum(self._missing(request) for request in dict.fromkeys(requests))
+        return sum(self._missing(request) for request in distinct(requests))
 
     def available_states(self) -> int:
         """Return the state slots that can still be handed out."""
@@ -288,8 +290,10 @@ class HybridReqToTokenPool(ReqToTokenPool):
         """Verify rows and state slots; with `held_states`, that a prefix cache holds exactly those.
 
         Raises:
-            SlotError: names what does not add up; for slots that leaked, whose they were.
+            SlotError: names what does not add up; for slots that leaked, whose they were; `held_states` names one
+                twice, or a request's own.
         """
+        given = None if held_states is None else named_states(held_states)
         super().check()
         own: list[int] = []
         for request, held in self._held.items():
@@ -297,7 +301,12 @@ class HybridReqToTokenPool(ReqToTokenPool):
             if wrong or request not in self._rows:
                 raise SlotError(f"request {request!r} lost its row or its state slots {shown(wrong)}")
             own += held.all()
-        self.states.check(None if held_states is None else [*own, *held_states])
+        if mixed := sorted(set(own).intersection(given or ())):
+            raise SlotError(
+                f"held_states names {shown(mixed)}, which are live requests' own ({self.states.owner_of(mixed[0])!r}); "
+                "give those of a prefix cache alone"
+            )
+        self.states.check(None if given is None else [*own, *given])
 
     def _missing(self, request: Hashable) -> int:
         """Return the slots that a request lacks: all of them, unless it has a row."""

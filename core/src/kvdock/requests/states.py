@@ -144,6 +144,8 @@ class StateSlots:
             raise SlotError(f"{self.name}: slots {shown(wrong)} are lost (neither free nor held), or do not exist")
         if held is None:
             return
+        if unknown := sorted(set(held) - known):
+            raise SlotError(f"{self.name}: slots {shown(unknown)} are held but do not exist; there are 1 … {self.size}")
         if leaked := sorted(self._owners.keys() - set(held)):
             raise SlotError(
                 f"{self.name}: slots {shown(leaked)}{self._named(leaked)} are live but held by nobody (leaked)"

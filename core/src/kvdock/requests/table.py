@@ -7,13 +7,13 @@ from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING
 
 from kvdock.allocators.debug import ThreadGuard
-from kvdock.allocators.lengths import Ranges, checked_ranges, spread, to_device
+from kvdock.allocators.lengths import Ranges, checked_ranges, require_integers, spread, to_device
 from kvdock.errors import BuildError, SlotError
 from kvdock.layout import REQUESTS, Buffer
 from kvdock.planned import Parts
 from kvdock.queries import RequestQuery
 from kvdock.requests.base import RequestPool
-from kvdock.requests.holdings import one_each
+from kvdock.requests.holdings import distinct, nameless, one_each
 
 if TYPE_CHECKING:
     import numpy as np
@@ -79,7 +79,11 @@ class ReqToTokenPool(RequestPool):
         )
 
     def alloc(self, requests: Sequence[Hashable]) -> list[int] | None:
-        """Return a row for each request; one that has a row keeps it. ``None`` if there are not enough."""
+        """Return a row for each request; one that has a row keeps it. ``None`` if there are not enough.
+
+        Raises:
+            SlotError: a text instead of a list of names, a name that cannot be hashed, or ``None``.
+        """
         self._enter()
         new = self.without_row(requests)
         if len(new) > self._free:
@@ -100,22 +104,34 @@ class ReqToTokenPool(RequestPool):
         Raises:
             SlotError: the request has no row.
         """
-        self._enter()
-        row = self._rows.pop(request, None)
+        row = self.row_of(request)
         if row is None:
             raise SlotError(f"request {request!r} has no row in the request table; was it freed before?")
-        del self._owners[row]
+        del self._rows[request], self._owners[row]
         self._free_rows[(self._head + self._free) % self.row_count] = row
         self._free += 1
 
     def row_of(self, request: Hashable) -> int | None:
-        """Return the row of a request, or ``None``."""
+        """Return the row of a request, or ``None``.
+
+        Raises:
+            SlotError: the name is ``None`` or cannot be hashed.
+        """
         self._enter()
-        return self._rows.get(request)
+        if request is None:
+            raise nameless()
+        try:
+            return self._rows.get(request)
+        except TypeError as error:
+            raise SlotError(f"request {request!r} is no name: {error}; nothing was changed") from error
 
     def without_row(self, requests: Sequence[Hashable]) -> list[Hashable]:
-        """Return those of `requests` that have no row, each once."""
-        return [request for request in dict.fromkeys(requests) if request not in self._rows]
+        """Return those of `requests` that have no row, each once.
+
+        Raises:
+            SlotError: a text instead of a list of names, a name that cannot be hashed, or ``None``.
+        """
+        return [request for request in distinct(requests) if request not in self._rows]
 
     def live_rows(self) -> dict[int, Hashable]:
         """Return the request of each row that is handed out, by row."""
@@ -147,10 +163,11 @@ class ReqToTokenPool(RequestPool):
         """Write `slots`, request after request, into columns ``starts … ends``; one scatter, never waits.
 
         Raises:
-            SlotError: a row that nobody holds, columns beyond the table, or another number of slots; nothing
-                is written.
+            SlotError: a row that nobody holds, columns beyond the table, another number of slots, or no tensor of
+                whole numbers; with debug, a range behind columns that nobody wrote. Nothing is written.
         """
         self._enter()
+        require_integers("slots", slots)
         ranges = checked_ranges(self.req_to_token.shape, rows, starts, ends)
         for row in ranges.rows.tolist():
             if row not in self._owners:
@@ -158,6 +175,8 @@ class ReqToTokenPool(RequestPool):
         counts = ranges.ends - ranges.starts
         if int(counts.sum()) != slots.shape[0]:
             raise SlotError(f"{slots.shape[0]} slots for {int(counts.sum())} columns; nothing was written")
+        if self.parts.debug:
+            self._refuse_gaps(ranges)
         self._scatter(ranges, counts, slots)
         self._lengthen(ranges)
 
@@ -186,6 +205,21 @@ class ReqToTokenPool(RequestPool):
         lost = sorted(set(range(1, self.row_count + 1)) - set(free) - set(held))
         if lost or held != sorted(self._rows.values()):
             raise SlotError(f"rows {lost or held} of the request table are lost: neither free nor held by a request")
+
+    def _refuse_gaps(self, ranges: Ranges) -> None:
+        import numpy as np
+
+        wrote: dict[int, int] = {}
+        for i in np.lexsort((ranges.starts, ranges.rows)).tolist():
+            row, start, end = int(ranges.rows[i]), int(ranges.starts[i]), int(ranges.ends[i])
+            length = wrote.get(row, int(self.lengths[row]))
+            if start > length:
+                raise SlotError(
+                    f"request {self._owners[row]!r} wrote {length} tokens, so slots from column {start} on leave "
+                    f"columns {length} … {start} without any; write those too, or 0 for tokens that left the window of "
+                    "every layer, which hold_prefix(request, evicted=…) names. Nothing was written"
+                )
+            wrote[row] = max(length, end)
 
     def _scatter(self, ranges: Ranges, counts: NDArray[np.int64], slots: torch.Tensor) -> None:
         import numpy as np
