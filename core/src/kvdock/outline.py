@@ -12,7 +12,7 @@ from kvdock.allocators.base import Allocator
 from kvdock.demand import request_columns
 from kvdock.device import DeviceInfo
 from kvdock.errors import KVDockError, PluginError, UnsupportedCombination
-from kvdock.features import features_asked
+from kvdock.features import FEATURE_OPTIONS, features_asked
 from kvdock.layout import REQUESTS, TARGET, Buffer, LayerGroup, Space
 from kvdock.model import ModelSpec
 from kvdock.options import CacheOptions, Parallelism, ResolvedOptions
@@ -32,7 +32,7 @@ from kvdock.queries import (
     StateQuery,
 )
 from kvdock.requests.base import RequestPool
-from kvdock.resolution import refuse_unread, resolve_options
+from kvdock.resolution import ENGINE_FACTS, PLANNER_OPTIONS, refuse_unread, resolve_options
 from kvdock.sizing import ordered
 from kvdock.storages import fits_pages
 
@@ -168,9 +168,24 @@ def draw_outline(
             *_passed_over(builder.decisions, builder),
         ),
     )
-    refuse_unread(outline)
+    refuse_unread(given, _options_read(outline), f"{models[0].name} on {device.name}")
     _refuse_objected(builder, groups, spaces, pools)
     return outline
+
+
+def _options_read(outline: Outline) -> frozenset[str]:
+    """Return the options that something in this plan reads."""
+    read = set(PLANNER_OPTIONS | ENGINE_FACTS | FEATURE_OPTIONS)
+    for space in outline.spaces.values():
+        read.update(space.options)
+    for choice in outline.choices:
+        read |= choice.cls.options
+    if any(buffer.memory != "device" for buffer in outline.buffers):
+        read.add("host_budget_bytes")
+    windows = any(layer.window_tokens is not None for model in outline.models for layer in model.layers)
+    if windows or outline.given.hybrid_swa == "off":
+        read.add("hybrid_swa")  # where no layer has a window, full KV for every layer is what there is
+    return frozenset(read)
 
 
 def _passed_over(decisions: Iterable[Decision], builder: _Builder) -> Iterator[str]:

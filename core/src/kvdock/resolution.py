@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection
+from typing import Any
 
 from kvdock.device import DeviceInfo
 from kvdock.errors import PlanError, nearest
-from kvdock.features import FEATURE_OPTIONS
 from kvdock.model import ModelSpec
 from kvdock.options import DEFAULTS, CacheOptions, Parallelism, ResolvedOptions
 from kvdock.plugins import resolve
 from kvdock.plugins.loading import Registry
 from kvdock.plugins.resolve import Decision
 from kvdock.queries import OptionsQuery
-
-if TYPE_CHECKING:
-    from kvdock.outline import Outline
 
 ENGINE_FACTS = frozenset(
     {
@@ -107,31 +104,14 @@ def _check_plugin_options(options: CacheOptions, registry: Registry) -> None:
             raise PlanError(f"plugin_options names {name!r}, which is not loaded{nearest(name, known)}")
 
 
-def read_options(outline: Outline) -> frozenset[str]:
-    """Return the options that something in this plan reads."""
-    read = set(PLANNER_OPTIONS | ENGINE_FACTS | FEATURE_OPTIONS)
-    for space in outline.spaces.values():
-        read.update(space.options)
-    for choice in outline.choices:
-        read |= choice.cls.options
-    if any(buffer.memory != "device" for buffer in outline.buffers):
-        read.add("host_budget_bytes")
-    windows = any(layer.window_tokens is not None for model in outline.models for layer in model.layers)
-    if windows or outline.given.hybrid_swa == "off":
-        read.add("hybrid_swa")  # where no layer has a window, full KV for every layer is what there is
-    return frozenset(read)
-
-
-def refuse_unread(outline: Outline) -> None:
-    """Refuse options that the user gave and that nothing in this plan reads."""
-    read = read_options(outline)
+def refuse_unread(given: CacheOptions, read: Collection[str], who: str) -> None:
+    """Refuse options that the user gave and that are not among those that are `read`; `who` names model and device."""
     unread = [
-        f"{name}={getattr(outline.given, name)!r}"
+        f"{name}={getattr(given, name)!r}"
         for name in CacheOptions.__struct_fields__
-        if getattr(outline.given, name) not in (None, DEFAULTS.get(name)) and name not in read
+        if getattr(given, name) not in (None, DEFAULTS.get(name)) and name not in read
     ]
     if unread:
         raise PlanError(
-            f"nothing in this plan reads {', '.join(unread)}: {outline.model.name} on {outline.device.name} "
-            f"has no part that the option shapes; leave it out"
+            f"nothing in this plan reads {', '.join(unread)}: {who} has no part that the option shapes; leave it out"
         )
