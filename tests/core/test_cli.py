@@ -272,7 +272,7 @@ BAD_ARGUMENTS = {
         ["--memory", "1GiB", "--page-size", "64", "--max-tokens", "63"],
         "page_size=64",
     ),
-    "tp that does not fit the heads": (["--memory", "1GiB", "--tp", "3"], "the nearest size that works is 2"),
+    "tp that does not fit the heads": (["--memory", "1GiB", "--tp", "3"], "the nearest tp_size that works is 2"),
     "zero tp": (["--memory", "1GiB", "--tp", "0"], "tp_size=0"),
     "pp beyond the layers": (["--memory", "1GiB", "--pp", "64"], "pp_size=64"),
     "a rank that is none": (["--memory", "1GiB", "--pp", "2", "--pp-rank", "2"], "pp_rank=2"),

@@ -215,7 +215,7 @@ def test_two_plans_of_one_layer_are_no_side():
 
 def test_stages_split_tokens_over_ranks_alike():
     one, two = stages([HEADS] * 2, 2)
-    other = dcp_plan(HEADS, HEADS, parallel={"pp_size": 2, "pp_rank": 1, "tp_size": 2, "dcp_size": 2})
+    other = plan(HEADS, HEADS, parallel={"pp_size": 2, "pp_rank": 1, "tp_size": 16, "dcp_size": 2})
     with pytest.raises(PlanError, match="the plans of one side have dcp_size 1 and 2"):
         layout_fingerprint([one, other])
     assert compatible([one, two], [one, two]) == ()
@@ -242,7 +242,7 @@ def dcp_plan(*layers, parallel):
 
 
 def test_ranks_that_share_tokens_are_part_of_the_layout():
-    a, b = (dcp_plan(HEADS, parallel={"tp_size": 2, "dcp_size": dcp}) for dcp in (1, 2))
+    a, b = (plan(HEADS, parallel={"tp_size": 16, "dcp_size": dcp}) for dcp in (1, 2))
     assert found(a, b) == [("dcp_size", 1, 2, (), BAD)]
 
 

@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvdock.builder import build as build
     from kvdock.cache import KVCache as KVCache
+    from kvdock.choices import compare as compare
+    from kvdock.choices import smallest_tp as smallest_tp
+    from kvdock.choices import survey as survey
     from kvdock.compat import compatible as compatible
     from kvdock.compat import layout_fingerprint as layout_fingerprint
     from kvdock.deployment import Deployment as Deployment
@@ -41,11 +44,14 @@ if TYPE_CHECKING:
     from kvdock.planner import CachePlan as CachePlan
     from kvdock.planner import plan_from as plan_from
     from kvdock.plugins.loading import Registry as Registry
+    from kvdock.questions import longest as longest
+    from kvdock.questions import serves as serves
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "builder": "build",
+    "choices": "compare smallest_tp survey",
     "compat": "compatible layout_fingerprint",
     "deployment": "Deployment plan_ranks",
     "device": "DeviceInfo",
@@ -58,6 +64,7 @@ _HOMES = {
     "options": "CacheOptions Draft Parallelism",
     "planner": "CachePlan plan_from",
     "plugins.loading": "Registry",
+    "questions": "longest serves",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()} | {"KVCache": "cache"}
 

@@ -47,15 +47,23 @@ def render_lines(differences: Iterable[Difference]) -> list[str]:
 def _line(difference: Difference) -> str:
     worker = "" if difference.worker == TARGET else f"{difference.worker}: "
     layers = f" (layers {_ranges(difference.layers)})" if difference.layers else ""
-    values = [_shown(value) for value in (difference.a, difference.b)]
-    if difference.sources is not None:
-        values = [
-            NOT_GIVEN if source == NOT_GIVEN else f"{value} ({source})"
-            for value, source in zip(values, difference.sources, strict=True)
-        ]
+    values = shown_values(difference)
     severity = "" if difference.severity == "note" else f" [{difference.severity}]"
     change = f"; {difference.change}" if difference.change else ""
     return f"{worker}{difference.name}{layers}: {values[0]} | {values[1]}{severity}{change}"
+
+
+def shown_values(difference: Difference) -> tuple[str, str]:
+    """Return the values of both sides as text, those of an option with who set it."""
+    a, b = _shown(difference.a), _shown(difference.b)
+    if difference.sources is None:
+        return a, b
+    ours, theirs = difference.sources
+    return _sourced(a, ours), _sourced(b, theirs)
+
+
+def _sourced(value: str, source: str) -> str:
+    return NOT_GIVEN if source == NOT_GIVEN else f"{value} ({source})"
 
 
 def _shown(value: Any) -> str:

@@ -6,6 +6,7 @@ order user > plugin > default, and keeps the source beside the value (`ResolvedO
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from decimal import Decimal, InvalidOperation
 from types import MappingProxyType
@@ -69,7 +70,7 @@ class CacheOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_total_tokens: int | None = None
     """Tokens to plan for, per rank; caps what the memory would hold. Read by the solver."""
     max_running_requests: int | None = None
-    """Requests at the same time, over all data-parallel workers. Read by the space ``requests``."""
+    """Requests at the same time, over all workers of DP attention (plain replicas: each). Read by the space ``requests``."""
     context_length: int | None = None
     """Longest request in tokens. Default: the model's. Read by the request table and sliding spaces."""
     allow_longer_context: bool | None = None
@@ -274,7 +275,8 @@ class ResolvedOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 class Parallelism(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The parallel sizes of a deployment and the rank that is planned.
 
-    `pp_layers` lists the layers of each pipeline stage when the split is uneven.
+    `pp_layers` lists the layers of each pipeline stage when the split is uneven. `dcp_size` attention ranks share
+    the tokens of each request between them, and `dcp_rank` is the place among them.
     """
 
     tp_size: int = 1
@@ -283,6 +285,7 @@ class Parallelism(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     dp_size: int = 1
     dp_attention: bool = False
     dcp_size: int = 1
+    dcp_rank: int = 0
     cp_size: int = 1
     cp_rank: int = 0
     pp_layers: tuple[int, ...] | None = None
@@ -291,13 +294,20 @@ class Parallelism(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         check_fields(self, "parallel size")
         for name in ("tp_size", "pp_size", "dp_size", "dcp_size", "cp_size"):
             _check_range(name, getattr(self, name), 1, 2**20)
-        for rank, size in (("pp_rank", self.pp_size), ("cp_rank", self.cp_size)):
+        places = (("pp_rank", self.pp_size), ("cp_rank", self.cp_size), ("dcp_rank", self.dcp_size))
+        for rank, size in places:
             if not 0 <= getattr(self, rank) < size:
                 raise PlanError(f"{rank}={getattr(self, rank)} is no rank of {size}; give 0 … {size - 1}")
         shards = self.cp_size * self.attn_dp_size
         if self.tp_size % shards:
             raise PlanError(
                 f"tp_size={self.tp_size} does not divide by dp_size · cp_size = {shards}; give a multiple of {shards}"
+            )
+        if self.attn_tp_size % self.dcp_size:
+            raise PlanError(
+                f"dcp_size={self.dcp_size} does not divide the {self.attn_tp_size} attention ranks (tp_size={self.tp_size}"
+                f"); give dcp_size={math.gcd(self.dcp_size, self.attn_tp_size)}, or a tp_size that is a multiple of "
+                f"{self.dcp_size * shards}"
             )
         if self.pp_layers is not None and len(self.pp_layers) != self.pp_size:
             raise PlanError(f"pp_layers={self.pp_layers} lists {len(self.pp_layers)} stages of pp_size={self.pp_size}")
@@ -325,10 +335,13 @@ class Parallelism(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             return num_kv_heads // ranks
         if ranks % num_kv_heads == 0:
             return 1
-        fits = [n for n in range(1, min(ranks, 4096) + 1) if num_kv_heads % n == 0 or n % num_kv_heads == 0]
+        step = math.lcm(num_kv_heads, self.dcp_size)
+        fits = [n for n in range(1, num_kv_heads + 1) if num_kv_heads % n == 0 and n % self.dcp_size == 0]
+        fits += [n for n in (ranks // step * step, (ranks // step + 1) * step) if n]
+        nearest_ranks = min(fits, key=lambda n: (abs(n - ranks), n))
         raise PlanError(
-            f"{num_kv_heads} KV heads do not split over {ranks} attention ranks "
-            f"(tp_size={self.tp_size}); the nearest size that works is {fits[-1]}"
+            f"{num_kv_heads} KV heads do not split over {ranks} attention ranks (tp_size={self.tp_size}); "
+            f"the nearest tp_size that works is {nearest_ranks * (self.tp_size // ranks)}"
         )
 
     def stage_layers(self, layers: int) -> range:

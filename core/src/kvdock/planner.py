@@ -173,7 +173,7 @@ class CachePlan(msgspec.Struct, frozen=True, kw_only=True):
         _check_count("length", length)
         _check_count("requests", requests)
         spaces = self.outline.spaces
-        return kv_bytes_held(self.outline.buffers, spaces, slots_held(spaces, length, requests))
+        return kv_bytes_held(self.outline.buffers, spaces, slots_held(spaces, length, requests, self.parallel.dcp_size))
 
     def max_length(self, requests: int = 1) -> int:
         """Return the longest length that `requests` requests can have at once, in tokens; 0 if not even 1."""
@@ -181,7 +181,7 @@ class CachePlan(msgspec.Struct, frozen=True, kw_only=True):
         spaces = self.outline.spaces
 
         def fits(length: int) -> bool:
-            slots = slots_held(spaces, length, requests)
+            slots = slots_held(spaces, length, requests, self.parallel.dcp_size)
             return all(slots[name] <= self.spaces[name] for name in spaces)
 
         return largest(fits, 0, self.outline.options.values.context_length or self.model.context_length)
@@ -192,7 +192,7 @@ class CachePlan(msgspec.Struct, frozen=True, kw_only=True):
         spaces = self.outline.spaces
 
         def fits(requests: int) -> bool:
-            slots = slots_held(spaces, length, requests)
+            slots = slots_held(spaces, length, requests, self.parallel.dcp_size)
             return all(slots[name] <= self.spaces[name] for name in spaces)
 
         return largest(fits, 0, self.max_running_requests)

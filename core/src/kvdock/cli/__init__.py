@@ -24,6 +24,7 @@ PIPE_CLOSED = 1
 
 COMMANDS = {
     "plan": ("plan", "command"),
+    "diff": ("diff", "command"),
     "run": ("run", "command"),
     "plugins": ("listing", "plugins_command"),
     "devices": ("listing", "devices_command"),
@@ -48,7 +49,7 @@ class _Command(click.Group):
         return command
 
     def main(self, args: Sequence[str] | None = None, *rest: Any, **extra: Any) -> NoReturn:
-        """Run the command line and exit: 0, or 2 with a reason and advice on standard error."""
+        """Run the command line and exit: 0 (`diff`: 1 where it found any), or 2 with a reason and advice on standard error."""
         extra["standalone_mode"] = False
         ours = None
         try:

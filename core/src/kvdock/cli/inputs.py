@@ -43,20 +43,25 @@ def parse_size(text: str) -> int:
     return nbytes
 
 
-def read_bytes(context: click.Context, parameter: click.Parameter, text: str | None) -> int | None:
-    """Return the bytes of an argument, or ``None`` without one."""
+Bytes = int | tuple[int, ...] | None
+"""What ``--memory``, ``--weights`` and ``--reserve`` state: nothing, one size, or one for each rank."""
+
+
+def read_bytes(context: click.Context, parameter: click.Parameter, text: str | None) -> Bytes:
+    """Return the bytes of an argument, those of each rank where it lists several, or ``None`` without one."""
     if text is None:
         return None
     try:
-        return parse_size(text)
+        sizes = tuple(map(parse_size, text.split(",")))
     except PlanError as error:
         raise click.BadParameter(str(error), context, parameter) from error
+    return sizes if len(sizes) > 1 else sizes[0]
 
 
-def read_memory(context: click.Context, parameter: click.Parameter, text: str | None) -> int | None:
+def read_memory(context: click.Context, parameter: click.Parameter, text: str | None) -> Bytes:
     """Return the bytes of an argument that cannot be nothing."""
     nbytes = read_bytes(context, parameter, text)
-    if nbytes == 0:
+    if nbytes == 0 or (isinstance(nbytes, tuple) and 0 in nbytes):
         raise click.BadParameter(f"{text!r} is no memory at all; write it as 40GiB or 80GB", context, parameter)
     return nbytes
 
@@ -138,13 +143,19 @@ _PARALLEL_FLAGS = (
     once("--dp", "dp_size", callback=read_whole, metavar="N", help="Data-parallel workers."),
     click.option("--dp-attention", "dp_attention", is_flag=True, help="Attention is data-parallel."),
     once("--dcp", "dcp_size", callback=read_whole, metavar="N", help="Decode-context-parallel ranks."),
+    once("--dcp-rank", "dcp_rank", callback=read_whole, metavar="N", help="Decode-context-parallel rank to plan."),
     once("--cp", "cp_size", callback=read_whole, metavar="N", help="Context-parallel ranks."),
     once("--cp-rank", "cp_rank", callback=read_whole, metavar="N", help="Context-parallel rank to plan."),
 )
 _PLACE_FLAGS = (
     click.argument("model"),
     once("--device", help="h200, cuda:h200, cpu, cuda:0 …; see kvdock devices."),
-    once("--memory", callback=read_memory, metavar="SIZE", help="Bytes for all that kvdock allocates: 40GiB, 80GB."),
+    once(
+        "--memory",
+        callback=read_memory,
+        metavar="SIZE",
+        help="Bytes for all that kvdock allocates: 40GiB, 80GB; with --ranks also one each: 70GiB,41GiB.",
+    ),
     once("--weights", callback=read_bytes, metavar="SIZE", help="Bytes of the weights on this rank: 16GiB."),
     once(
         "--reserve",
@@ -162,6 +173,7 @@ _PARALLEL_NAMES = (
     "dp_size",
     "dp_attention",
     "dcp_size",
+    "dcp_rank",
     "cp_size",
     "cp_rank",
 )
@@ -182,9 +194,7 @@ def plugin_arguments(command: F) -> F:
     return _decorate(_PLUGIN_FLAGS, command)
 
 
-def make_plan(
-    model: str, device: str | None, memory: int | None, weights: int | None, values: Mapping[str, Any]
-) -> CachePlan:
+def make_plan(model: str, device: str | None, memory: Bytes, weights: Bytes, values: Mapping[str, Any]) -> CachePlan:
     """Return the plan for a command's arguments; `values` are the reserve, options and parallel sizes.
 
     Raises:
@@ -192,15 +202,47 @@ def make_plan(
     """
     from kvdock import edge
 
-    return edge.plan(
-        model,
-        device=device,
-        options=read_options(values),
-        parallel={name: values[name] for name in _PARALLEL_NAMES},
-        budget_bytes=memory,
-        weights_bytes=weights,
-        reserve_bytes=values["reserve"],
-    )
+    inputs = read_inputs(device, memory, weights, values)
+    one_rank(inputs)
+    return edge.plan(model, **inputs)
+
+
+def read_inputs(device: str | None, memory: Bytes, weights: Bytes, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a command's arguments as those of `kvdock.plan` and of what plans like it.
+
+    Raises:
+        PlanError: an option that does not fit, or a flag that would have no effect.
+    """
+    if values["dp_attention"] and (values["dp_size"] or 1) == 1:
+        raise PlanError(
+            "--dp-attention shares requests out over the workers of --dp, and there is 1; give --dp 2 or more, or "
+            "leave --dp-attention out"
+        )
+    return {
+        "device": device,
+        "options": read_options(values),
+        "parallel": {name: values[name] for name in _PARALLEL_NAMES},
+        "budget_bytes": memory,
+        "weights_bytes": weights,
+        "reserve_bytes": values["reserve"],
+    }
+
+
+def one_rank(inputs: Mapping[str, Any]) -> None:
+    """Refuse lists with a size for each rank where one rank is planned.
+
+    Raises:
+        PlanError: names the flag.
+    """
+    for flag, name in _SIZES.items():
+        if isinstance(inputs[name], tuple):
+            raise PlanError(
+                f"{flag} lists {len(inputs[name])} sizes, one for each rank, but one rank is planned; give one size, or "
+                "plan every rank with kvdock plan --ranks"
+            )
+
+
+_SIZES = {"--memory": "budget_bytes", "--weights": "weights_bytes", "--reserve": "reserve_bytes"}
 
 
 def read_options(values: Mapping[str, Any]) -> CacheOptions:
@@ -209,7 +251,7 @@ def read_options(values: Mapping[str, Any]) -> CacheOptions:
     Raises:
         PlanError: an unknown name, a value that does not fit, or an option that is given twice.
     """
-    options = {name: value for name, value in values.items() if name not in _NOT_OPTIONS and _is_given(value)}
+    options = {name: value for name, value in values.items() if name not in _NOT_OPTIONS and is_given(value)}
     if values.get("no_prefix_cache"):
         options["prefix_cache"] = False
     for pair in values.get("option", ()):
@@ -225,7 +267,54 @@ def read_options(values: Mapping[str, Any]) -> CacheOptions:
     return make_options(options)
 
 
-def _is_given(value: Any) -> bool:
+_AXES = {
+    "tp": "tp_size",
+    "pp": "pp_size",
+    "dp": "dp_size",
+    "dcp": "dcp_size",
+    "cp": "cp_size",
+    "context": "context_length",
+    "max_requests": "max_running_requests",
+    "max_tokens": "max_total_tokens",
+    "mem_fraction": "mem_fraction_static",
+    "swa_ratio": "swa_full_tokens_ratio",
+    **{flag.removeprefix("--"): name for flag, name in _SIZES.items()},
+}
+"""Names of flags, without dashes, that stand for an input of another name."""
+
+
+def read_axes(pairs: Iterable[str], flags: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Return input → values of ``--compare KEY=V1,V2``; `flags` are the inputs that are given beside.
+
+    Raises:
+        PlanError: no values, a key twice, or a key that a flag states as well.
+    """
+    axes: dict[str, list[Any]] = {}
+    for pair in pairs:
+        key, equals, text = pair.partition("=")
+        name = key.strip().removeprefix("--").replace("-", "_")
+        name = _AXES.get(name, name)
+        values = [part.strip() for part in text.split(",")]
+        if not equals or not all(values):
+            raise PlanError(
+                f"--compare {pair!r} lists no values; write it as --compare kv_cache_dtype=bfloat16,fp8_e4m3"
+            )
+        if name in axes:
+            raise PlanError(f"--compare {name} is given twice; list all its values once")
+        if is_given(flags.get(name)):
+            raise PlanError(f"{name} is compared and given beside it; list the value in --compare {name}=… alone")
+        axes[name] = [_axis_value(name, value) for value in values]
+    return axes
+
+
+def _axis_value(name: str, text: str) -> Any:
+    if name in _SIZES.values():
+        return parse_size(text)
+    return text if name == "device" else _value(name, text)
+
+
+def is_given(value: Any) -> bool:
+    """Return whether a flag was used."""
     return value is not None and value is not False and value != ()
 
 
@@ -233,7 +322,7 @@ def _value(name: str, text: str) -> Any:
     """Return what `text` says: a number, true, a list … as in JSON, else the text itself."""
     try:
         value = msgspec.json.decode(text)
-    except (msgspec.DecodeError, RecursionError):
+    except (msgspec.DecodeError, RecursionError, UnicodeEncodeError):
         value = text
     if name in _LISTS and isinstance(value, str):
         return [part.strip() for part in value.split(",") if part.strip()]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from kvdock.cli.inputs import plugin_arguments, read_options
-from kvdock.cli.output import foreign_prints_to_stderr
+from kvdock.cli.output import foreign_prints_to_stderr, print_json
 from kvdock.cli.text import size
 
 if TYPE_CHECKING:
@@ -78,13 +78,6 @@ def models_command(as_json: bool) -> None:
         print_json(names)
         return
     _draw("models", ("architecture",), [(name,) for name in names])
-
-
-def print_json(data: Any) -> None:
-    """Print data as JSON, in UTF-8 whatever the terminal's encoding."""
-    import msgspec
-
-    click.echo(msgspec.json.format(msgspec.json.encode(data), indent=2))
 
 
 def _draw(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], numeric: Sequence[str] = ()) -> None:

@@ -8,7 +8,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator
-from typing import TextIO
+from typing import Any, TextIO
 
 from kvdock.cli.text import one_line
 from kvdock.errors import KVDockError
@@ -91,3 +91,11 @@ def warn(message: str) -> None:
 
 def _show_warning(message: Warning | str, *_where: object, **_more: object) -> None:
     warn(str(message))
+
+
+def print_json(data: Any) -> None:
+    """Print data as one JSON document, in UTF-8 whatever the terminal's encoding."""
+    import click
+    import msgspec
+
+    click.echo(msgspec.json.format(msgspec.json.encode(data), indent=2))

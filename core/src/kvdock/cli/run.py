@@ -55,7 +55,7 @@ def command(
         raise click.UsageError(f"--scale {scale} is no factor; give a number above 0")
     if requests is not None and requests < 1:
         raise click.UsageError(f"--requests {requests} drives nothing; give at least 1")
-    if memory is None and weights is None and values["mem_fraction_static"] is None:
+    if memory is None and weights is None and values["reserve"] is None and values["mem_fraction_static"] is None:
         memory = DEFAULT_BYTES
     _need_torch()
     with foreign_prints_to_stderr():
