@@ -190,7 +190,7 @@ def test_every_plugin_may_object_and_all_are_listed(mock_plugin):
 
 # Unified memory.
 
-DCP = {"tp_size": 2, "dcp_size": 2}
+DCP = {"tp_size": 4, "dcp_size": 2}
 HYBRID = ("full", "swa", "requests")
 
 
@@ -210,7 +210,7 @@ def test_hybrids_of_heads_may_share_memory():
         ({"role": "prefill"}, r"another worker would read or write \(role=prefill\); give role=none"),
         ({"role": "decode"}, r"another worker would read or write \(role=decode\)"),
         ({"speculative_algorithm": "NGRAM"}, r"serves no speculation \(speculative_algorithm=NGRAM\)"),
-        ({"parallel": DCP}, "give dcp_size=1"),
+        ({"parallel": DCP, "spaces": ["full", "state"]}, "give dcp_size=1"),
         ({"hisparse": True}, "keeps no KV on the host"),
         ({"spaces": [*HYBRID, "host"]}, "keeps no KV on the host"),
         (

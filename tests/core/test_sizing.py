@@ -218,3 +218,10 @@ def test_never_over_the_budget_and_never_a_page_short(page, ratio, rows, request
         return
     assert solution.total_bytes == solver.nbytes(solution.tokens) <= budget
     assert solver.nbytes(solution.tokens + page) > budget or solution.bound.startswith("numbering")
+
+
+def test_ranks_that_share_tokens_share_the_numbering():
+    # slots of four ranks are numbered together: 4 * (n + 1) stays within 2^31 - 1
+    solution = Solver(problem([FULL], [kv(1)], dcp_size=4), 2**50).solve()
+    assert solution.tokens == (2**31 - 1) // 4 - 1
+    assert "numbering" in solution.bound

@@ -36,7 +36,7 @@ def query_of(names, page_size, ranks, inner):
     return AllocatorQuery(
         model=ModelSpec(name="m", architecture="M", layers=(layer,), context_length=4096, dtype="bfloat16"),
         options=CacheOptions(),
-        parallel=Parallelism(dcp_size=ranks),
+        parallel=Parallelism(tp_size=ranks, dcp_size=ranks),
         device=DeviceInfo(device_type="cpu", name="cpu", total_bytes=1, free_before_load_bytes=1, free_bytes=1),
         spaces=tuple(Space(name=name, rule=SizeRule(), page_size=page_size) for name in names),
         inner=inner,

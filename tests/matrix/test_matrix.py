@@ -94,15 +94,17 @@ FEATURES = {
     "late_backing": {"late_backing": True},
     "context parallel": {},
     "dcp": {},
+    "dcp, misused": {},
 }
 CP = {"tp_size": 2, "cp_size": 2}
-DCP = {"tp_size": 2, "dcp_size": 2}
+DCP = {"tp_size": 16, "dcp_size": 2}
 SIZES = {
     "no_kv, misused": CP,
     "layer_split": CP,
     "unified_memory, misused": DCP,
     "context parallel": CP,
     "dcp": DCP,
+    "dcp, misused": {"tp_size": 2, "dcp_size": 2},
 }
 ABLE = {"no_kv, device able": "skip_kv_cache:fa3", "no_kv, misused": "skip_kv_cache:fa3"}
 """What the device says beside its profile."""

@@ -32,7 +32,7 @@ def slot_bytes(buffer: Buffer, spaces: Mapping[str, Space]) -> Fraction:
     if buffer.storage and buffer.space:
         page_size = spaces[buffer.space].page_size
         return Fraction(block_nbytes(buffer, page_size) * max(1, len(buffer.layers)), page_size)
-    nbytes = buffer.row_nbytes * max(1, len(buffer.layers))
+    nbytes = buffer.row_nbytes * buffer.widen * max(1, len(buffer.layers))
     paged = buffer.unit is Unit.PAGE and buffer.space is not None
     return Fraction(nbytes, spaces[buffer.space].page_size if paged and buffer.space else 1)
 
@@ -60,10 +60,11 @@ def bytes_per_token(problem: Problem) -> SlotCost:
     return _cost(*sums)
 
 
-def slots_held(spaces: Mapping[str, Space], length: int, requests: int) -> dict[str, int]:
+def slots_held(spaces: Mapping[str, Space], length: int, requests: int, ranks: int = 1) -> dict[str, int]:
     """Return the slots of each space that `requests` requests of `length` tokens hold, in whole pages.
 
-    A sliding space holds the pages on which a window lies and no more.
+    A sliding space holds the pages on which a window lies and no more. `ranks` share the tokens between them, in
+    pages that are as much larger; the slots are those of one.
     """
     slots: dict[str, int] = {}
     for name, space in spaces.items():
@@ -71,7 +72,8 @@ def slots_held(spaces: Mapping[str, Space], length: int, requests: int) -> dict[
         if name == REQUESTS:
             slots[name] = requests
         elif space.issued_by == "allocator":
-            slots[name] = requests * min(round_up(length, space.page_size), _window_slots(space, length))
+            own = round_up(-(-length // ranks), space.page_size)
+            slots[name] = requests * min(own, _window_slots(space, length))
         else:
             tokens = Fraction(*rule.per_token) * slots.get(rule.of, length * requests)
             slots[name] = -int(-(tokens + Fraction(*rule.per_request) * requests) // 1)

@@ -85,9 +85,10 @@ def plan_ranks(
         PlanError: a list has another length than there are ranks, or `parallel` names one rank.
     """
     sizes, chosen = make_parallelism(parallel), make_options(options)
-    if sizes.pp_rank or sizes.cp_rank:
+    if sizes.pp_rank or sizes.cp_rank or sizes.dcp_rank:
         raise PlanError(
-            f"pp_rank={sizes.pp_rank}, cp_rank={sizes.cp_rank}: all ranks are planned, so none is named; leave them out"
+            f"pp_rank={sizes.pp_rank}, cp_rank={sizes.cp_rank}, dcp_rank={sizes.dcp_rank}: all ranks are planned, so none "
+            "is named; leave them out"
         )
     ranks = sizes.pp_size * sizes.tp_size
     given = {"budget_bytes": budget_bytes, "weights_bytes": weights_bytes, "reserve_bytes": reserve_bytes}
@@ -108,10 +109,15 @@ def plan_ranks(
 
 
 def place_of(parallel: Parallelism, rank: int) -> Parallelism:
-    """Return the parallel sizes with the place of a rank: stages in order, context shards within a stage."""
+    """Return the parallel sizes with the place of a rank: stages in order, context shards within a stage.
+
+    Neighbours among the attention ranks of a shard share the tokens (`dcp_size` of them).
+    """
     stage, within = divmod(rank, parallel.tp_size)
-    shard = within // parallel.attn_tp_size % parallel.cp_size
-    return msgspec.structs.replace(parallel, pp_rank=stage, cp_rank=shard)
+    shard, attention = divmod(within, parallel.attn_tp_size)
+    return msgspec.structs.replace(
+        parallel, pp_rank=stage, cp_rank=shard % parallel.cp_size, dcp_rank=attention % parallel.dcp_size
+    )
 
 
 def _for_each(name: str, value: Any, ranks: int) -> Sequence[Any]:

@@ -67,19 +67,21 @@ def plan(
     Raises:
         KVDockError: what cannot be served, and what would work.
     """
-    start = Start(
-        model=model,
-        device=device,
-        options=make_options(options),
-        parallel=make_parallelism(parallel),
-        budget_bytes=budget_bytes,
-        weights_bytes=weights_bytes,
-        reserve_bytes=reserve_bytes,
-        registry=registry,
-    )
-    if group is None:
-        return replay(start(), ())
-    return agree_over(group, start, start.alike())
+
+    def start(rank: int = 0, ranks: int = 1) -> PlanSteps:
+        given = Start(
+            model=model,
+            device=device,
+            options=make_options(options),
+            parallel=make_parallelism(parallel),
+            budget_bytes=budget_bytes,
+            weights_bytes=weights_bytes,
+            reserve_bytes=reserve_bytes,
+            registry=registry,
+        )
+        return given(rank, ranks)
+
+    return replay(start(), ()) if group is None else agree_over(group, start)
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,10 +115,6 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
         asked = _with_weights(asked, self.model, models[0], info, self.options, self.parallel)
         made = yield from plan_steps(models, info, self.options, self.parallel, registry, asked)
         return msgspec.structs.replace(made, read_by=read_by)
-
-    def alike(self) -> str:
-        """Return what all ranks of a deployment have in common: options and parallel sizes, but for the rank's own."""
-        return repr((self.options, msgspec.structs.replace(self.parallel, pp_rank=0, cp_rank=0)))
 
     def own(self) -> str:
         """Return what may differ between the ranks of a deployment: place, device and memory."""

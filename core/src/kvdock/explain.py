@@ -56,9 +56,16 @@ def _model(plan: CachePlan) -> Iterator[str]:
     parallel = plan.parallel
     yield (
         f"rank: pipeline stage {parallel.pp_rank} of {parallel.pp_size}, attention over "
-        f"{parallel.attn_tp_size} ranks (tp {parallel.tp_size})"
+        f"{parallel.attn_tp_size} ranks (tp {parallel.tp_size}){_token_share(plan)}"
     )
     yield f"policy: {window_policy(plan)}"
+
+
+def _token_share(plan: CachePlan) -> str:
+    parallel = plan.parallel
+    if parallel.dcp_size == 1:
+        return ""
+    return f", rank {parallel.dcp_rank} of {parallel.dcp_size} that share the tokens"
 
 
 def window_policy(plan: CachePlan) -> str:
@@ -167,10 +174,13 @@ def _factor(ratio: Ratio, of: str) -> str:
 
 
 def _buffers(plan: CachePlan) -> Iterator[str]:
+    whole = {(buffer.owner, buffer.name): buffer.widen for buffer in plan.outline.buffers if buffer.widen > 1}
     for buffer in plan.buffers:
         tensors = f"{buffer.tensors} x " if buffer.tensors > 1 else ""
         memory = "" if buffer.memory == "device" else f", {buffer.memory}"
         memory += f", in {buffer.storage}" if buffer.storage else ""
+        ranks = whole.get((buffer.owner, buffer.name))
+        memory += f", the tokens of {ranks} ranks" if ranks else ""
         yield (
             f"{buffer.owner}: {buffer.name} ({buffer.role}): {tensors}{list(buffer.shape)} {buffer.dtype}, "
             f"{buffer.nbytes:,} bytes{memory}"

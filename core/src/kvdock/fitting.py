@@ -19,7 +19,7 @@ from kvdock.families.groups import MIN_TOKENS
 from kvdock.layout import MAX_SLOTS, REQUESTS, STATE, round_up
 from kvdock.model import model_to_builtins
 from kvdock.outline import Outline
-from kvdock.sizing import Problem, Solution, Solver, largest, token_factors, total_nbytes
+from kvdock.sizing import Problem, Solution, Solver, largest, smallest, token_factors, total_nbytes
 from kvdock.storages import bytes_of
 
 T = TypeVar("T")
@@ -107,6 +107,7 @@ def _compare(
         rank if binds else NOBODY,
         NOBODY if binds else own.tokens,
         rank if budget.nbytes == least else NOBODY,
+        budget.nbytes if binds else NOBODY,
     )
     return Agreement(
         rank=rank,
@@ -125,17 +126,20 @@ def _compare(
 def _lowered(alone: Solution, solution: Solution, agreement: Agreement, outline: Outline) -> list[str]:
     """Return a sentence where other ranks lower what this one would serve, and where memory is uneven."""
     found = []
-    asked = outline.given.max_running_requests
-    if asked is not None and solution.sizes[REQUESTS] < alone.sizes[REQUESTS]:
+    workers = outline.parallel.attn_dp_size
+    if outline.given.max_running_requests is not None and solution.sizes[REQUESTS] < alone.sizes[REQUESTS]:
         found.append(
-            f"max_running_requests: {asked} asked for, {solution.sizes[REQUESTS]} fit on every rank; "
+            f"max_running_requests: {_asked(outline.spaces[REQUESTS].rule.fixed, workers)}, "
+            f"{solution.sizes[REQUESTS]} fit on every rank; "
             "the rank with the least memory to spare decides"
         )
     least, most = agreement.least_budget_bytes, agreement.most_budget_bytes
-    if agreement.next_tokens is not None and least * UNEVEN[1] < most * UNEVEN[0]:
+    binding_bytes = agreement.vectors[-1][-1]
+    uneven = binding_bytes == least and least * UNEVEN[1] < most * UNEVEN[0]
+    if agreement.next_tokens is not None and uneven:  # else the layers are uneven, whatever the memory
         found.append(
-            f"memory is uneven: rank {agreement.least_budget_rank} has {show_bytes(least)} for the cache, another has "
-            f"{show_bytes(most)}; rank {agreement.binding_rank} limits every rank to {agreement.tokens:,} tokens, "
+            f"memory is uneven: rank {agreement.binding_rank} has {show_bytes(least)} for the cache, another has "
+            f"{show_bytes(most)}; it limits every rank to {agreement.tokens:,} tokens, "
             f"the others would hold {agreement.next_tokens:,}"
         )
     return found
@@ -173,7 +177,7 @@ def _digest(outline: Outline, fixed: tuple[str, ...]) -> int:
     """Return a number that ranks share which number the same slots: of models, options, sizes and spaces, not places."""
     models = [{**model_to_builtins(model), "name": ""} for model in outline.models]
     given = msgspec.structs.replace(outline.given, draft=None)  # perhaps a path on this host; its model is here
-    parallels = [msgspec.structs.replace(own, pp_rank=0, cp_rank=0) for own in outline.parallels]
+    parallels = [msgspec.structs.replace(own, pp_rank=0, cp_rank=0, dcp_rank=0) for own in outline.parallels]
     numbering = [(space.name, space.page_size, space.window_tokens) for space in outline.spaces.values()]
     encoder = msgspec.json.Encoder(enc_hook=repr, order="deterministic")
     text = encoder.encode((models, given, parallels, numbering, fixed))
@@ -185,7 +189,7 @@ def _problem(outline: Outline, cap_tokens: int | None) -> Problem:
     page = options.page_size or 1
     caps = {"max_total_tokens": options.max_total_tokens, "cap_tokens": cap_tokens}
     given = {name: value for name, value in caps.items() if value is not None}
-    if page > MAX_SLOTS // 3:
+    if page * outline.parallel.dcp_size > MAX_SLOTS // 3:
         raise PlanError(f"page_size={page} leaves no room for a page beside padding among {MAX_SLOTS:,} slots")
     for name, value in given.items():
         if value < page:
@@ -198,6 +202,7 @@ def _problem(outline: Outline, cap_tokens: int | None) -> Problem:
         granularity_bytes=outline.device.granularity_bytes,
         cap_tokens=given.get(name),
         cap_name=name,
+        dcp_size=outline.parallel.dcp_size,
         host_budget_bytes=options.host_budget_bytes,
     )
 
@@ -260,7 +265,8 @@ def _solve(problem: Problem, budget_bytes: int, outline: Outline, warnings: list
     if not asked:
         return Solver(problem, budget_bytes).solve()
     Solver(problem, budget_bytes, {REQUESTS: 1}).check_cap()
-    charge = _Charge(problem, budget_bytes)
+    workers = outline.parallel.attn_dp_size
+    charge = _Charge(problem, budget_bytes, workers)
     with_states = charge.within_states(asked, warnings)
     fixed = charge.within_cap(with_states)
     charge.refuse_tables(fixed)
@@ -271,18 +277,23 @@ def _solve(problem: Problem, budget_bytes: int, outline: Outline, warnings: list
     if fixed < with_states:
         raised_by = "a larger budget or a narrower kv_cache_dtype"
         warnings.append(
-            f"max_running_requests: {asked} asked for, {fixed} fit, since each needs {MIN_TOKENS} of the "
+            f"max_running_requests: {_asked(asked, workers)}, {fixed} fit, since each needs {MIN_TOKENS} of the "
             f"{solution.tokens} tokens; {problem.cap_name if solution.bound == problem.cap_name else raised_by} raises it"
         )
     return solution
 
 
-class _Charge:
-    """What a number of requests that the user fixed takes, tables in full."""
+def _asked(limit: int, workers: int) -> str:
+    return f"{limit} asked for" if workers == 1 else f"{limit} asked for of each of {workers} workers"
 
-    def __init__(self, problem: Problem, budget_bytes: int) -> None:
+
+class _Charge:
+    """What a number of requests that the user fixed takes, tables in full; the user counts those of all `workers`."""
+
+    def __init__(self, problem: Problem, budget_bytes: int, workers: int) -> None:
         self.problem = problem
         self.budget_bytes = budget_bytes
+        self.workers = workers
 
     def nbytes(self, requests: int, tokens_each: int) -> int:
         """Return all bytes with `requests` rows and, for each, `tokens_each` tokens; at least what one needs."""
@@ -307,14 +318,22 @@ class _Charge:
         fits = max(1, slots * each[0] // each[1])
         if fits < limit:
             warnings.append(
-                f"max_running_requests: {limit} asked for, {fits} fit, since a request may hold {each[1]} of the {slots} "
-                f"state slots; max_state_slots={limit * each[1]} serves all of them"
+                f"max_running_requests: {_asked(limit, self.workers)}, {fits} fit, since a request may hold {each[1]} "
+                f"of the {slots} state slots; max_state_slots={limit * each[1] * self.workers} serves all of them"
             )
         return min(limit, fits)
 
     def served(self, limit: int, tokens_each: int = MIN_TOKENS) -> int:
         """Return the most requests up to `limit` that have `tokens_each` tokens each."""
         return largest(lambda count: self.nbytes(count, tokens_each) <= self.budget_bytes, 0, limit)
+
+    def least_budget(self, requests: int, tokens_each: int) -> int:
+        """Return the smallest budget for `requests` with their tokens: spaces with a share of it grow as it does."""
+
+        def holds(budget_bytes: int) -> bool:
+            return _Charge(self.problem, budget_bytes, self.workers).nbytes(requests, tokens_each) <= budget_bytes
+
+        return smallest(holds, self.nbytes(requests, tokens_each), NOBODY) or NOBODY
 
     def refuse_tables(self, requests: int) -> None:
         """Refuse a limit whose tables do not fit beside one page per request.
@@ -325,14 +344,15 @@ class _Charge:
         own = [b for b in self.problem.buffers if b.space == REQUESTS and b.memory == "device"]
         sizes = {REQUESTS: requests}
         tables = sum(bytes_of(own, self.problem.spaces, sizes, self.problem.granularity_bytes))
-        needed = self.nbytes(requests, self.problem.page_size)
-        if not tables or needed <= self.budget_bytes:
+        page = self.problem.page_size
+        if not tables or self.nbytes(requests, page) <= self.budget_bytes:
             return
-        fits = self.served(requests, max(MIN_TOKENS, self.problem.page_size))
+        needed = self.least_budget(requests, page)
+        fits = self.served(requests, max(MIN_TOKENS, page))
         raise BudgetError(
-            f"max_running_requests={requests} needs {needed:,} bytes with one page per request "
+            f"max_running_requests={requests * self.workers} needs {needed:,} bytes with one page per request "
             f"({tables:,} of them what each request keeps: tables, draft snapshots), but the budget is {self.budget_bytes:,} bytes; "
-            + (f"max_running_requests={fits} fits" if fits else "not one request fits"),
+            + (f"max_running_requests={fits * self.workers} fits" if fits else "not one request fits"),
             needed_bytes=needed,
             budget_bytes=self.budget_bytes,
         )

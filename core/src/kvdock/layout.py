@@ -166,10 +166,11 @@ def _row_nbytes(shape: tuple[int, ...], dtype: str, align: int) -> int:
 class Buffer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A tensor whose rows are counted in slots or pages of one space, or fixed.
 
-    ``rows = round_up(units + guard, round_rows_to)`` with `units` the slots or pages of the space (0
+    ``rows = round_up((units + guard) · widen, round_rows_to)`` with `units` the slots or pages of the space (0
     without a space), and a row takes ``round_up(prod(shape) · bits / 8, row_bytes_align)`` bytes.
     `guard` counts what is beyond the usable units: the padding page (page_size slots, or one page),
-    a ring, a sentinel row. `layers` are global layer ids, one tensor each, or one
+    a ring, a sentinel row. `widen` counts the rows of each unit: a buffer that every decode-context-parallel rank
+    keeps whole has as many as there are ranks. `layers` are global layer ids, one tensor each, or one
     ``[layers, rows, …]`` tensor when `stacked`; none means one tensor that belongs to no layer.
     `base_align` asks for an aligned address, which takes up to that many more bytes a tensor.
     `max_tensor_bytes` is the largest tensor that the kernels can address.
@@ -183,6 +184,7 @@ class Buffer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     unit: Unit = Unit.SLOT
     layers: tuple[int, ...] = ()
     guard: int = 1
+    widen: int = 1
     round_rows_to: int = 1
     row_bytes_align: int = 1
     base_align: int = 1
@@ -203,7 +205,7 @@ class Buffer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         if any(extent < 0 for extent in self.shape):
             raise PlanError(f"buffer {self.name!r}: shape {self.shape} has a negative extent")
         dtypes.find(self.dtype, option=f"buffer {self.name!r}: dtype")
-        for field in ("round_rows_to", "row_bytes_align", "base_align"):
+        for field in ("widen", "round_rows_to", "row_bytes_align", "base_align"):
             if getattr(self, field) < 1:
                 raise PlanError(f"buffer {self.name!r}: {field}={getattr(self, field)} is not positive")
         if self.guard < 0:
@@ -239,7 +241,7 @@ class Buffer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     def rows(self, units: int) -> int:
         """Return the rows of one layer for `units` usable slots or pages, guard included."""
-        return round_up(units + self.guard, self.round_rows_to)
+        return round_up((units + self.guard) * self.widen, self.round_rows_to)
 
     def tensor_nbytes(self, units: int) -> int:
         """Return the bytes of one tensor, room for an aligned base included."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 
 from kvdock import dtypes
 from kvdock.layout import FULL, HOST, STATE, SWA, TARGET
+from kvdock.model import HybridParams, MHAParams, SparseParams
 from kvdock.queries import PlanQuery
 
 STRIDED_BACKENDS = frozenset({"triton", "torch", "torch_native"})
@@ -121,6 +123,39 @@ def _draft_without_kv(query: PlanQuery) -> str | None:
     return (
         f"the draft model {query.model.name!r} (worker {query.worker}) has no layer that keeps KV, so it has no pool; "
         "give another draft, or speculative_algorithm=NGRAM, which drafts without a model"
+    )
+
+
+# Tokens shared out over ranks.
+
+
+def _dcp_heads(query: PlanQuery) -> str | None:
+    """Object to ranks that would share tokens and hold different heads of them."""
+    parallel = query.parallel
+    if parallel.dcp_size == 1 or query.worker != TARGET:
+        return None
+    kinds = MHAParams | SparseParams | HybridParams
+    heads = sorted({layer.params.num_kv_heads for layer in query.model.layers if isinstance(layer.params, kinds)})
+    holders = {count: max(1, parallel.attn_tp_size // count) for count in heads}
+    wrong = [count for count, ranks in holders.items() if ranks % parallel.dcp_size]
+    if not wrong:
+        return None
+    most = math.gcd(*holders.values())
+    sizes = [str(size) for size in range(1, min(most, 64) + 1) if most % size == 0]
+    ranks = parallel.tp_size // parallel.attn_tp_size * math.lcm(*heads) * parallel.dcp_size
+    return (
+        f"dcp_size={parallel.dcp_size} shares tokens between ranks that hold the same KV heads, but {wrong[0]} heads over "
+        f"{parallel.attn_tp_size} attention ranks are held by {holders[wrong[0]]} each; give dcp_size={' or '.join(sizes)}, "
+        f"or tp_size={ranks}"
+    )
+
+
+def _dcp_windows(query: PlanQuery) -> str | None:
+    if query.parallel.dcp_size == 1 or query.worker != TARGET or SWA not in query.spaces:
+        return None
+    return (
+        f"dcp_size={query.parallel.dcp_size} does not share out the tokens of sliding layers, which have slots of their "
+        "own; give dcp_size=1, or hybrid_swa=off"
     )
 
 
@@ -289,6 +324,8 @@ RULES: tuple[Rule, ...] = (
     _split_role,
     _split_drafts,
     _draft_without_kv,
+    _dcp_heads,
+    _dcp_windows,
     _unified_spaces,
     _unified_latents,
     _unified_role,

@@ -114,6 +114,11 @@ class PoolQuery(Query, frozen=True, kw_only=True):
         return self.spaces[self.group.space]
 
     @property
+    def shares_tokens(self) -> bool:
+        """Whether ranks share the tokens between them (``dcp_size``); of a draft every rank keeps them all."""
+        return self.parallel.dcp_size > 1 and self.worker == TARGET
+
+    @property
     def store_dtype(self) -> str:
         """The data type of the tensors that hold keys and values (bytes for 8-bit floats)."""
         return dtypes.find(self.kv_dtype).storage

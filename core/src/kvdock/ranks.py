@@ -6,7 +6,6 @@ give the same plans.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Generator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -59,31 +58,30 @@ def of_rank(error: KVDockError, rank: int) -> KVDockError:
     return type(error)(text)
 
 
-def agree_over(group: torch.distributed.ProcessGroup, start: Callable[[int, int], Steps[T]], alike: str = "") -> T:
-    """Run this rank's steps, every rank of `group` running its own; `alike` is what all must have in common.
+def agree_over(group: torch.distributed.ProcessGroup, start: Callable[[int, int], Steps[T]]) -> T:
+    """Run this rank's steps, every rank of `group` running its own.
 
-    `start` is called with the rank and the number of ranks.
-
-    A rank that fails tells the others before it raises, so that none waits for it.
+    `start` is called with the rank and the number of ranks; what it raises is told to the other ranks like any
+    failure, so that none waits.
 
     Raises:
-        PlanError: another rank failed, or plans something else; names it.
+        PlanError: another rank failed, or this process is none of `group`.
         KVDockError: this rank cannot be served.
     """
     import torch.distributed as dist
 
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    return _Exchange(group, rank, alike).run(lambda: start(rank, ranks))
+    if rank < 0:
+        raise PlanError("this process is no member of group; give the process group of the ranks that have to agree")
+    return _Exchange(group, rank).run(lambda: start(rank, ranks))
 
 
 class _Exchange:
     """Steps of one rank in lock step with the others of a process group."""
 
-    def __init__(self, group: Any, rank: int, alike: str) -> None:
+    def __init__(self, group: Any, rank: int) -> None:
         self.group = group
         self.rank = rank
-        digest = hashlib.sha256(alike.encode()).digest()
-        self.alike = int.from_bytes(digest[:7], "big")
 
     def run(self, start: Callable[[], Steps[T]]) -> T:
         """Return what the steps end with."""
@@ -112,13 +110,11 @@ class _Exchange:
         except StopIteration as end:
             ended = end
         except Exception:
-            self._smallest((self.rank, self.alike, -self.alike))
+            self._smallest((self.rank,))
             raise
-        failed, least, most = self._smallest((NOBODY, self.alike, -self.alike))
+        (failed,) = self._smallest((NOBODY,))
         if failed != NOBODY:
             raise PlanError(f"rank {failed} cannot be planned, so no rank is; its own message says why")
-        if least != -most:
-            raise PlanError("the ranks plan different models, options or parallel sizes; give all of them the same")
         if ended is not None:
             raise ended
         return result

@@ -30,6 +30,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     granularity_bytes: int = 1
     cap_tokens: int | None = None
     cap_name: str = "max_total_tokens"
+    dcp_size: int = 1
+    """Ranks that share the tokens: the slots that an allocator hands out are those of all of them."""
     host_budget_bytes: int | None = None
     """Bytes of host memory for all buffers that lie there; ``None``: as many as the sizes take."""
 
@@ -154,7 +156,7 @@ class Solver:
         ]
 
     def _most_pages(self) -> int:
-        return (MAX_SLOTS - self.problem.page_size) // self.problem.page_size
+        return MAX_SLOTS // (self.problem.page_size * self.problem.dcp_size) - 1
 
     def broken(self, tokens: int) -> str | None:
         """Return what `tokens` tokens would break: the cap, the numbering, an address limit or the budget."""
@@ -163,7 +165,9 @@ class Solver:
             return problem.cap_name
         sizes = self.sizes(tokens)
         for name, size in sizes.items():
-            if size > MAX_SLOTS - problem.spaces[name].page_size:
+            space = problem.spaces[name]
+            ranks = problem.dcp_size if space.issued_by == "allocator" else 1
+            if (size + space.page_size) * ranks > MAX_SLOTS:
                 return f"numbering of space {name}"
         for buffer in problem.buffers:
             limit = buffer.max_tensor_bytes

@@ -39,11 +39,12 @@ class PageLayout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def fits_pages(buffer: Buffer, space: Space) -> bool:
-    """Return whether a buffer can lie page by page: one padding page, rows without rounding or address limits."""
+    """Return whether a buffer can lie page by page: one padding page, a row a unit, no rounding or address limits."""
     guard = space.page_size if buffer.unit is Unit.SLOT else 1
     return (
         buffer.space == space.name
         and buffer.guard == guard
+        and buffer.widen == 1
         and buffer.round_rows_to == buffer.base_align == 1
         and buffer.memory == "device"
         and buffer.max_tensor_bytes is None

@@ -79,12 +79,12 @@ def test_a_decision_says_who_declined_and_who_did_not_fit(registry, mock_plugin,
 def test_a_class_without_a_feature_that_is_asked_for_counts_as_declined(registry, mock_plugin, pool_query):
     registry.add(mock_plugin("core", tier="core", pool=PoolA))
     registry.add(mock_plugin("acme", tier="hardware", pool=AcmePool))
-    asked = frozenset({"fp8", "hisparse", "dcp"})
+    asked = frozenset({"fp8", "hisparse", "late_backing"})
     with pytest.raises(UnsupportedCombination) as caught:
         resolve.pool_cls(registry, pool_query(device_type="cpu"), asked)
     assert caught.value.objections == (
-        ("acme", "unfit: AcmePool runs on acme, not on cpu and lacks dcp, hisparse"),
-        ("core", "unfit: PoolA lacks dcp, hisparse"),
+        ("acme", "unfit: AcmePool runs on acme, not on cpu and lacks hisparse, late_backing"),
+        ("core", "unfit: PoolA lacks hisparse, late_backing"),
     )
 
 

@@ -61,6 +61,10 @@ class Pool(Planned, abc.ABC):
     with strides, whatever the arrangement; slot s is row ``(s // page_size, s % page_size)``. All of
     `move_kv_cache`, copies, descriptors and `clear` walk the same list of buffers, so nothing that a slot
     owns is left behind.
+
+    Where ranks share the tokens between them (``dcp_size``) slots are in the numbering that all of them have, and
+    slot s is row ``s // dcp_size`` of the rank ``s % dcp_size``: views hold this rank's rows, writes of other ranks'
+    tokens land in padding, and reads of them have no meaning.
     """
 
     layer_pairs: ClassVar[bool] = False
@@ -69,6 +73,7 @@ class Pool(Planned, abc.ABC):
     def __init__(self, query: PoolQuery, parts: Parts) -> None:
         self.query = query
         self.parts = parts
+        self._shares_tokens = query.shares_tokens
         self._transfer: LayerTransfer | None = None
 
     @property
@@ -76,11 +81,29 @@ class Pool(Planned, abc.ABC):
         """How `regions` are to be read.
 
         ``kv_pairs``: the keys of each layer, then the values of each; ``flat``: one after the other as
-        `buffer_infos` lists them; ``pages``: one byte buffer whose items hold every layer.
+        `buffer_infos` lists them; ``pages``: one byte buffer whose items hold every layer, then what lies apart from it, tensor by tensor.
         """
         if any(buffer.storage for buffer in self.parts.tensors.buffers):
             return "pages"
         return "kv_pairs" if self.layer_pairs else "flat"
+
+    def own_rows(self, loc: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return where the rows of the slots `loc` lie on this rank, and whether they are its own, as bool ``[n]``.
+
+        Another rank's slot has row 0, the padding. A pool that keeps all tokens, as a draft's does, owns every slot.
+        Never waits for the device.
+        """
+        import torch
+
+        if not self._shares_tokens:
+            return loc, torch.ones_like(loc, dtype=torch.bool)
+        parallel = self.query.parallel
+        own = loc % parallel.dcp_size == parallel.dcp_rank
+        return torch.where(own, loc // parallel.dcp_size, 0), own
+
+    def row_slots(self, loc: torch.Tensor) -> torch.Tensor:
+        """Return where the rows of the slots `loc` lie; a pool whose rows are elsewhere overrides it."""
+        return self.own_rows(loc)[0] if self._shares_tokens else loc
 
     def register_layer_transfer(self, transfer: LayerTransfer | None) -> None:
         """Let every read of a layer wait for `transfer` first; ``None``: nothing is in progress any more."""
@@ -134,8 +157,8 @@ class Pool(Planned, abc.ABC):
         import torch
 
         chosen = dtype or getattr(torch, self.query.model_dtype)
-        (k, v), kernels = self.get_kv_buffer(layer_id), self.parts.kernels
-        return read_rows(kernels, k, loc, k_scale, chosen), read_rows(kernels, v, loc, v_scale, chosen)
+        (k, v), kernels, rows = self.get_kv_buffer(layer_id), self.parts.kernels, self.row_slots(loc)
+        return read_rows(kernels, k, rows, k_scale, chosen), read_rows(kernels, v, rows, v_scale, chosen)
 
     def get_raw_kv_buffer(self, layer_id: int) -> dict[str, torch.Tensor]:
         """Return what is stored for a layer by buffer name, as it lies, for kernels that read the format itself.

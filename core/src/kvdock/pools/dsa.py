@@ -36,10 +36,11 @@ class DSAPool(MLAPool):
     returns them as they are stored, and `get_value_buffer` their 8-bit latents without the scales.
 
     Index keys lie in pages of bytes: the keys of all its slots first, then their scales. A slot is no row of
-    that buffer, but moves, copies and transfers take its key and its scales along.
+    that buffer, but moves, copies and transfers take its key and its scales along. Every rank keeps the index keys of
+    all tokens, also where ranks share the rows between them.
     """
 
-    features: ClassVar[frozenset[str]] = frozenset({"fp8", "page_major", "context_parallel"})
+    features: ClassVar[frozenset[str]] = frozenset({"fp8", "page_major", "context_parallel", "dcp"})
     options: ClassVar[frozenset[str]] = frozenset({"index_dtype"})
     kernel_page_tokens: ClassVar[int] = 1
     """Tokens of a page of the kernels that read index keys; a plugin whose kernels page by more says so here."""
@@ -82,10 +83,6 @@ class DSAPool(MLAPool):
         stored = self.stored(name)
         found = {layer_id: stored[owner] for layer_id, owner in self._owner_of.items() if owner in stored}
         return found if self.is_scaled else {layer_id: self.codec.decode(view) for layer_id, view in found.items()}
-
-    def row_slots(self, loc: torch.Tensor) -> torch.Tensor:
-        """Return where the rows of the slots `loc` lie; a pool whose rows are elsewhere overrides it."""
-        return loc
 
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:
         """Return the rows of a layer ``[pages, page_size, 1, columns]``, scaled ones as the bytes that they are."""
@@ -227,7 +224,11 @@ class DSAPool(MLAPool):
 
     def slot_views(self) -> list[torch.Tensor]:
         """Return views of all that a slot owns: its rows, then its key and its scales inside the pages of each layer."""
-        return super().slot_views() + [part for pair in self._parts_of.values() for part in pair]
+        return super().slot_views() + self.whole_views()
+
+    def whole_views(self) -> list[torch.Tensor]:
+        """Return views of the index keys and scales of each layer, inside their pages."""
+        return [part for pair in self._parts_of.values() for part in pair]
 
     def _rows_for_reading(self, layer_id: int) -> torch.Tensor:
         return self._kv[self.owner_for_read(layer_id)]

@@ -98,32 +98,60 @@ class GroupedPool(Pool):
             for layer_id in buffer.layers or (None,)
         ]
 
+    def whole_views(self) -> list[torch.Tensor]:
+        """Return those of `slot_views`, the last ones, in which every rank keeps all tokens though it shares the rest."""
+        return []
+
     def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
         """Copy all that the slots `src_loc` own to `tgt_loc`, in every layer; reads happen first.
 
+        Rows stay on their rank: where ranks share the tokens, a slot whose target is another rank's keeps its rows, and
+        so does the target.
+
         Raises:
-            SlotError: another number of targets than of sources; nothing is moved.
+            SlotError: another number of targets than of sources; with debug, also a target of another rank than
+                its source. Nothing is moved.
         """
         if tgt_loc.shape != src_loc.shape:
             raise SlotError(f"{tgt_loc.numel()} target slots for {src_loc.numel()} source slots; nothing was moved")
         self._check_loc(None, tgt_loc)
         self._check_loc(None, src_loc)
-        self.parts.kernels.move(self._views, tgt_loc, src_loc)
+        move = self.parts.kernels.move
+        if self._shares_tokens:
+            self._check_same_rank(tgt_loc, src_loc)
+            move(self._rank_views, *self._moved_rows(tgt_loc, src_loc))
+            move(self.whole_views(), tgt_loc, src_loc)
+        else:
+            move(self._views, tgt_loc, src_loc)
+
+    def _moved_rows(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the rows of targets and sources; padding for both where one of them is not this rank's."""
+        import torch
+
+        (targets, is_target), (sources, is_source) = self.own_rows(tgt_loc), self.own_rows(src_loc)
+        both = is_target & is_source
+        return torch.where(both, targets, 0), torch.where(both, sources, 0)
 
     def get_cpu_copy(self, indices: torch.Tensor) -> list[torch.Tensor]:
-        """Return host copies of all that the slots `indices` own, one tensor a view of `slot_views`."""
+        """Return host copies of all that the slots `indices` own here, one tensor a view of `slot_views`.
+
+        Where ranks share the tokens these are the rows of this rank's tokens alone, in order.
+        """
         self._check_loc(None, indices)
-        return [self.parts.kernels.gather(view, indices).cpu() for view in self._views]
+        gather = self.parts.kernels.gather
+        return [gather(view, rows).cpu() for view, rows in zip(self._views, self._rows_by_view(indices), strict=True)]
 
     def load_cpu_copy(self, copies: Sequence[torch.Tensor], indices: torch.Tensor) -> None:
         """Write what `get_cpu_copy` returned to the slots `indices`; bit-identical.
+
+        Where ranks share the tokens, each slot is of the rank that the copied one was of: the same place in its page.
 
         Raises:
             SlotError: the copies are of another pool or for another number of slots; nothing is written.
         """
         self.verify_copies(copies, indices)
-        for view, copy in zip(self._views, copies, strict=True):
-            self.parts.kernels.store(view, indices, copy.to(view.device, non_blocking=True))
+        for view, rows, copy in zip(self._views, self._rows_by_view(indices), copies, strict=True):
+            self.parts.kernels.store(view, rows, copy.to(view.device, non_blocking=True))
 
     def verify_copies(self, copies: Sequence[torch.Tensor], indices: torch.Tensor) -> None:
         """Raise what `load_cpu_copy` would raise, and change nothing.
@@ -132,7 +160,8 @@ class GroupedPool(Pool):
             SlotError: the copies are of another pool or for another number of slots.
         """
         views = self._views
-        expected = [((indices.shape[0], *view.shape[2:]), view.dtype) for view in views]
+        slots = self._rows_by_view(indices)
+        expected = [((len(rows), *view.shape[2:]), view.dtype) for view, rows in zip(views, slots, strict=True)]
         if [(tuple(copy.shape), copy.dtype) for copy in copies] != expected:
             raise SlotError(
                 f"these {len(copies)} copies do not fit the {len(views)} tensors of this pool for "
@@ -140,18 +169,33 @@ class GroupedPool(Pool):
             )
         self._check_loc(None, indices)
 
+    def _rows_by_view(self, loc: torch.Tensor) -> list[torch.Tensor]:
+        """Return where the slots `loc` lie in each of `slot_views`; of shared tokens this rank's alone, which waits once."""
+        if not self._shares_tokens:
+            return [loc] * len(self._views)
+        rows, own = self.own_rows(loc)
+        kept = rows[own]
+        return [kept] * len(self._rank_views) + [loc] * len(self.whole_views())
+
     def buffer_infos(self) -> list[BufferInfo]:
-        """Describe each per-token tensor; an item is a page, and the padding page is part of the tensor."""
+        """Describe each per-token tensor; an item is a page, and the padding page is part of the tensor.
+
+        Where ranks share the tokens a page is one of the numbering that all have: an item holds this rank's rows of it,
+        or all where every rank keeps all.
+        """
         return [self._info(buffer, layer_id) for buffer in self._counted() for layer_id in buffer.layers or (None,)]
 
     def regions(self) -> list[Region]:
-        """Return one region a tensor, or where the pool lies page by page the byte buffer alone."""
+        """Return one region a tensor, or where the pool lies page by page the byte buffer and what is not part of it."""
         tensors = self.parts.tensors
         if not tensors.page_layout:
             return super().regions()
         (raw,) = tensors.storages_of(tensors.page_layout.blocks[0].buffer)
         layout = tensors.page_layout
-        return [Region(pointer=raw.data_ptr(), nbytes=layout.nbytes, item_nbytes=layout.page_nbytes)]
+        pages = Region(pointer=raw.data_ptr(), nbytes=layout.nbytes, item_nbytes=layout.page_nbytes)
+        apart = [b for b in self._counted() if not b.storage]
+        infos = [self._info(buffer, layer_id) for buffer in apart for layer_id in buffer.layers or (None,)]
+        return [pages, *(Region(pointer=i.pointer, nbytes=i.nbytes, item_nbytes=i.item_nbytes) for i in infos)]
 
     def clear(self) -> None:
         """Zero every buffer."""
@@ -177,6 +221,11 @@ class GroupedPool(Pool):
     def _views(self) -> list[torch.Tensor]:
         return self.slot_views()
 
+    @cached_property
+    def _rank_views(self) -> list[torch.Tensor]:
+        """Those of `slot_views` that hold the rows of this rank's tokens alone, where ranks share them."""
+        return self._views[: len(self._views) - len(self.whole_views())]
+
     def _counted(self) -> list[Buffer]:
         """Return the buffers whose rows belong to the slots or pages of this group's space.
 
@@ -188,15 +237,15 @@ class GroupedPool(Pool):
         tensors = self.parts.tensors
         is_slot = buffer.unit is Unit.SLOT
         items = tensors.paged(buffer.name, layer_id) if is_slot else tensors.rows(buffer.name, layer_id)
-        item_nbytes = (self.query.space.page_size if is_slot else 1) * buffer.row_nbytes
+        item_nbytes = (self.query.space.page_size if is_slot else 1) * buffer.widen * buffer.row_nbytes
         return BufferInfo(
             name=buffer.name,
             role=buffer.role,
             layer_id=layer_id,
             pointer=items.data_ptr(),
-            nbytes=items.shape[0] * item_nbytes,
+            nbytes=items.shape[0] // buffer.widen * item_nbytes,
             item_nbytes=item_nbytes,
-            stride_nbytes=items.stride(0) * items.element_size(),
+            stride_nbytes=items.stride(0) * buffer.widen * items.element_size(),
             space=buffer.space,
         )
 
@@ -232,7 +281,7 @@ class GroupedPool(Pool):
         if not self.parts.debug or loc.device.type == "meta":
             return
         slots = loc.detach().cpu()
-        limit = self.parts.sizes[self.group.space] + self.query.space.page_size
+        limit = (self.parts.sizes[self.group.space] + self.query.space.page_size) * self.query.parallel.dcp_size
         outside = slots[(slots < 0) | (slots >= limit)]
         where = f"group {self.group.name!r}" if layer_id is None else f"layer {layer_id}"
         if outside.numel():
@@ -243,6 +292,19 @@ class GroupedPool(Pool):
                 self._live.verify_live(loc)
             except SlotError as error:
                 raise SlotError(f"{where}: {error}") from error
+
+    def _check_same_rank(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
+        """With debug, verify that each source lies on the rank of its target."""
+        if not self.parts.debug or tgt_loc.device.type == "meta":
+            return
+        ranks = self.query.parallel.dcp_size
+        for target, source in zip(tgt_loc.tolist(), src_loc.tolist(), strict=True):
+            if target % ranks != source % ranks:
+                raise SlotError(
+                    f"group {self.group.name!r}: slot {source}{self._holder(source)} is of rank {source % ranks} of the "
+                    f"{ranks} that share the tokens, and slot {target} of rank {target % ranks}; move to a slot that is a "
+                    f"multiple of {ranks} away, nothing was moved"
+                )
 
     def _holder(self, slot: int) -> str:
         """Return which request's row holds a slot, for a message."""

@@ -73,7 +73,7 @@ def index_format(query: PoolQuery) -> IndexFormat:
 
 
 def index_buffer(query: PoolQuery) -> Buffer:
-    """Return the buffer of a group's index keys, a page a row, with one tensor for each layer.
+    """Return the buffer of a group's index keys of all ranks' tokens, a page a row, with one tensor for each layer.
 
     Raises:
         PlanError: as `index_format`.
@@ -85,6 +85,7 @@ def index_buffer(query: PoolQuery) -> Buffer:
         space=group.space,
         unit=Unit.PAGE,
         shape=(query.space.page_size * index_format(query).nbytes,),
+        widen=query.parallel.dcp_size,
         dtype="uint8",
         layers=group.layer_ids,
         worker=query.worker,

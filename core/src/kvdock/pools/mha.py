@@ -22,7 +22,7 @@ class MHAPool(GroupedPool):
     """
 
     layer_pairs = True
-    features: ClassVar[frozenset[str]] = frozenset({"fp8", "page_major", "context_parallel"})
+    features: ClassVar[frozenset[str]] = frozenset({"fp8", "page_major", "context_parallel", "dcp"})
 
     def __init__(self, query: PoolQuery, parts: Parts) -> None:
         super().__init__(query, parts)
@@ -75,11 +75,14 @@ class MHAPool(GroupedPool):
         self.check_write(layer_id, values, loc, v)
         self.check_write(layer_id, keys, loc, k)
         encode = self.codec.encode
-        self.parts.kernels.store_kv(keys, values, loc, encode(k, k_scale), encode(v, v_scale))
+        self.parts.kernels.store_kv(keys, values, self.row_slots(loc), encode(k, k_scale), encode(v, v_scale))
 
 
 def kv_buffer(query: PoolQuery, name: str, role: str, shape: tuple[int, ...], dtype: str | None = None) -> Buffer:
-    """Return a buffer in the format of the cache (or `dtype`) with one tensor for each layer that owns KV."""
+    """Return a buffer in the format of the cache (or `dtype`) with one tensor for each layer that owns KV.
+
+    Of shared tokens it holds this rank's; a draft's holds them all.
+    """
     group = group_of(query)
     return Buffer(
         name=name,
@@ -88,6 +91,7 @@ def kv_buffer(query: PoolQuery, name: str, role: str, shape: tuple[int, ...], dt
         shape=shape,
         dtype=dtype or check_kv_dtype(query),
         guard=query.space.page_size,
+        widen=1 if query.shares_tokens else query.parallel.dcp_size,
         layers=group.layer_ids,
         worker=query.worker,
         is_kv=True,

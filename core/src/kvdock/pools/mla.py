@@ -23,7 +23,7 @@ class MLAPool(GroupedPool):
     replicated on every rank: tensor parallelism does not split it.
     """
 
-    features: ClassVar[frozenset[str]] = frozenset({"fp8", "page_major", "context_parallel"})
+    features: ClassVar[frozenset[str]] = frozenset({"fp8", "page_major", "context_parallel", "dcp"})
 
     def __init__(self, query: PoolQuery, parts: Parts) -> None:
         super().__init__(query, parts)
@@ -60,7 +60,8 @@ class MLAPool(GroupedPool):
         import torch
 
         chosen = dtype or getattr(torch, self.query.model_dtype)
-        rows = read_rows(self.parts.kernels, self.get_key_buffer(layer_id), loc, k_scale, chosen)
+        slots, kernels = self.row_slots(loc), self.parts.kernels
+        rows = read_rows(kernels, self.get_key_buffer(layer_id), slots, k_scale, chosen)
         return rows, rows[..., : self.kv_lora_rank]
 
     def set_kv_buffer(
@@ -79,7 +80,7 @@ class MLAPool(GroupedPool):
         """
         view = self._owned(layer_id)
         self.check_write(layer_id, view, loc, k)
-        self.parts.kernels.store(view, loc, self.codec.encode(k, k_scale))
+        self.parts.kernels.store(view, self.row_slots(loc), self.codec.encode(k, k_scale))
 
     def set_mla_kv_buffer(
         self, layer_id: int, loc: torch.Tensor, cache_k_nope: torch.Tensor, cache_k_rope: torch.Tensor
@@ -92,15 +93,15 @@ class MLAPool(GroupedPool):
         view = self._owned(layer_id)
         self.check_write(layer_id, view[..., self.kv_lora_rank :], loc, cache_k_rope)
         self.check_write(layer_id, view[..., : self.kv_lora_rank], loc, cache_k_nope)
-        encode = self.codec.encode
-        self.parts.kernels.store_mla(view, loc, encode(cache_k_nope), encode(cache_k_rope))
+        encode, slots = self.codec.encode, self.row_slots(loc)
+        self.parts.kernels.store_mla(view, slots, encode(cache_k_nope), encode(cache_k_rope))
 
     def get_mla_kv_buffer(
         self, layer_id: int, loc: torch.Tensor, dst_dtype: torch.dtype | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return copies of the latents and rope parts of the slots `loc`, in `dst_dtype` (default: as stored)."""
         owner = self.owner_for_read(layer_id)
-        rows = self.codec.decode(self.parts.kernels.gather(self._kv[owner], loc))
+        rows = self.codec.decode(self.parts.kernels.gather(self._kv[owner], self.row_slots(loc)))
         if dst_dtype is not None:
             rows = rows.to(dst_dtype)
         return rows[..., : self.kv_lora_rank], rows[..., self.kv_lora_rank :]
