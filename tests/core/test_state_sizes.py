@@ -91,6 +91,31 @@ def test_the_ratio_is_a_share_of_the_budget():
     assert (forced.spaces["state"], forced.max_running_requests) == (made.spaces["state"], 8)
 
 
+def test_a_decode_worker_keeps_the_slots_that_it_was_given():
+    # H-03 (a): 18 slots stated, 36 requests still arriving; the requests follow the slots
+    made = plan(max_state_slots=18, role="decode", decode_extra_slots=36)
+    assert (made.spaces["state"], made.max_running_requests) == (18, 6)
+
+
+def test_slots_of_a_request_limit_are_counted_in_slots():
+    # H-03 (b): 40 requests, none arriving, 3 slots each
+    made = plan(max_running_requests=40, role="decode", decode_extra_slots=0)
+    assert (made.spaces["state"], made.max_running_requests) == (120, 40)
+
+
+@pytest.mark.parametrize(("buffer", "each", "requests"), [("lazy", 4, 10), ("on", 5, 8)])
+def test_the_request_limit_follows_from_the_slots_that_a_request_holds(buffer, each, requests):
+    # H-04: 40 slots, a strategy that holds 4, or 4 and a transient one of each request; draft snapshots beside them
+    drafts = {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 4}
+    for options in ({}, drafts):
+        made = plan(max_state_slots=40, max_running_requests=40, state_extra_buffer=buffer, **options)
+        assert (made.spaces["state"], made.max_running_requests) == (40, requests)
+        assert f"since a request may hold {each} of the 40 state slots" in made.warnings[0]
+        assert made.limits[1].factor == f"state slots // {each}"
+        snapshots = [b for b in made.buffers if b.space == "requests" and b.is_kv]
+        assert {b.shape[1] for b in snapshots} == ({requests + 1} if options else set())  # a padding row
+
+
 def test_slots_are_divided_over_the_workers_of_attention():
     parallel = Parallelism(tp_size=2, dp_size=2, dp_attention=True)
     assert plan(max_state_slots=20, parallel=parallel).spaces["state"] == 10

@@ -139,7 +139,7 @@ def _lowered(alone: Solution, solution: Solution, agreement: Agreement, outline:
     if agreement.next_tokens is not None and uneven:  # else the layers are uneven, whatever the memory
         found.append(
             f"memory is uneven: rank {agreement.binding_rank} has {show_bytes(least)} for the cache, another has "
-            f"{show_bytes(most)}; it limits every rank to {agreement.tokens:,} tokens, "
+            f"{show_bytes(most)}; rank {agreement.binding_rank} limits every rank to {agreement.tokens:,} tokens, "
             f"the others would hold {agreement.next_tokens:,}"
         )
     return found
@@ -269,7 +269,7 @@ def _solve(problem: Problem, budget_bytes: int, outline: Outline, warnings: list
     charge = _Charge(problem, budget_bytes, workers)
     with_states = charge.within_states(asked, warnings)
     fixed = charge.within_cap(with_states)
-    charge.refuse_tables(fixed)
+    charge.refuse_tables(fixed, asked)
     solution = Solver(problem, budget_bytes, {REQUESTS: fixed}).solve()
     if solution.tokens < MIN_TOKENS * fixed:
         fixed = max(1, charge.served(fixed))
@@ -328,29 +328,33 @@ class _Charge:
         return largest(lambda count: self.nbytes(count, tokens_each) <= self.budget_bytes, 0, limit)
 
     def least_budget(self, requests: int, tokens_each: int) -> int:
-        """Return the smallest budget for `requests` with their tokens: spaces with a share of it grow as it does."""
+        """Return a budget for `requests` with their tokens; the smallest, but for a slot of a space with a share of it."""
 
         def holds(budget_bytes: int) -> bool:
-            return _Charge(self.problem, budget_bytes, self.workers).nbytes(requests, tokens_each) <= budget_bytes
+            charge = _Charge(self.problem, budget_bytes, self.workers)
+            served = charge.within_states(requests, []) == requests
+            return served and charge.nbytes(requests, tokens_each) <= budget_bytes
 
         return smallest(holds, self.nbytes(requests, tokens_each), NOBODY) or NOBODY
 
-    def refuse_tables(self, requests: int) -> None:
+    def refuse_tables(self, requests: int, asked: int) -> None:
         """Refuse a limit whose tables do not fit beside one page per request.
+
+        `requests` are those of the `asked` that have states and tokens here; a larger budget may bring states for all.
 
         Raises:
             BudgetError: always then; gives the bytes and the number that fits.
         """
+        page, spaces = self.problem.page_size, self.problem.spaces
+        wanted = self.within_cap(asked) if STATE in spaces and spaces[STATE].rule.shares else requests
         own = [b for b in self.problem.buffers if b.space == REQUESTS and b.memory == "device"]
-        sizes = {REQUESTS: requests}
-        tables = sum(bytes_of(own, self.problem.spaces, sizes, self.problem.granularity_bytes))
-        page = self.problem.page_size
+        tables = sum(bytes_of(own, spaces, {REQUESTS: wanted}, self.problem.granularity_bytes))
         if not tables or self.nbytes(requests, page) <= self.budget_bytes:
             return
-        needed = self.least_budget(requests, page)
+        needed = self.least_budget(wanted, page)
         fits = self.served(requests, max(MIN_TOKENS, page))
         raise BudgetError(
-            f"max_running_requests={requests * self.workers} needs {needed:,} bytes with one page per request "
+            f"max_running_requests={wanted * self.workers} needs {needed:,} bytes with one page per request "
             f"({tables:,} of them what each request keeps: tables, draft snapshots), but the budget is {self.budget_bytes:,} bytes; "
             + (f"max_running_requests={fits * self.workers} fits" if fits else "not one request fits"),
             needed_bytes=needed,

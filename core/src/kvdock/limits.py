@@ -89,9 +89,10 @@ def _raises_tokens(outline: Outline, bound: str) -> tuple[str, ...]:
 def _request_limit(outline: Outline, solver: Solver, solution: Solution) -> Limit:
     requests = solution.sizes[REQUESTS]
     factor, raised_by = _request_factor(outline, solver, solution)
+    given = outline.given.max_running_requests is not None
     return Limit(
         name="requests",
-        requested=outline.given.max_running_requests,
+        requested=outline.spaces[REQUESTS].rule.fixed if given else None,  # of one worker, as what holds
         effective=requests,
         factor=factor,
         raised_by=raised_by,

@@ -167,7 +167,7 @@ class CacheOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     hisparse_host_to_device_ratio: int | None = None
     """Host slots per device slot. Default 2. Read by HiSparse spaces."""
     hisparse_swap_in_block_size: int | None = None
-    """Threads of a swap-in block. Default 960. Read by HiSparse kernels."""
+    """Threads of a swap-in block. Default 960. Kept by HiSparse pools for an engine's kernels; it shapes no buffer."""
 
     prefill_only_disable_kv_cache: bool | None = None
     """Keep no KV for prefill-only work. Default false. Asks pools for the feature ``no_kv``."""
@@ -335,8 +335,8 @@ class Parallelism(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             return num_kv_heads // ranks
         if ranks % num_kv_heads == 0:
             return 1
-        step = math.lcm(num_kv_heads, self.dcp_size)
-        fits = [n for n in range(1, num_kv_heads + 1) if num_kv_heads % n == 0 and n % self.dcp_size == 0]
+        step = num_kv_heads * self.dcp_size  # ranks that share tokens hold copies of the same heads
+        fits = [n for n in range(1, num_kv_heads + 1) if num_kv_heads % n == 0 and self.dcp_size == 1]
         fits += [n for n in (ranks // step * step, (ranks // step + 1) * step) if n]
         nearest_ranks = min(fits, key=lambda n: (abs(n - ranks), n))
         raise PlanError(
