@@ -2,7 +2,6 @@
 
 import pytest
 from kvdock.device import DeviceInfo
-from kvdock.errors import PlanError
 from kvdock.model import (
     ConvBlock,
     ConvParams,
@@ -45,6 +44,7 @@ KINDS = {
     "sparse latent": ((DSA, DSA), {}),
     "sparse latent, scaled": ((DSA, DSA), {"kv_cache_dtype": "fp8_e4m3"}),
     "sparse latent, raw": ((DSA, DSA), {"kv_cache_dtype": "fp8_e5m2", "index_dtype": "fp4"}),
+    "sparse latent, two tiers": ((DSA, DSA), {"hisparse": True, "hisparse_top_k": 16}),
     "sparse heads": ((MHA, SPARSE), {}),
     "sliding beside full": ((MHA, SLIDING), {}),
     "sliding only": ((SLIDING, SLIDING), {}),
@@ -76,9 +76,3 @@ def test_every_value_of_every_kind_comes_back(kind, page_size, debug):
     assert report.ok, report.problems
     assert (report.finished, report.unfinished) == (8, 0)
     assert report.checks > 0
-
-
-def test_a_host_tier_is_not_driven_and_says_so():
-    cache = cache_of((DSA, DSA), 16, False, hisparse=True, hisparse_top_k=16)
-    with pytest.raises(PlanError, match="hisparse=true keeps most KV on the host"):
-        drive(cache, [], seed=0)

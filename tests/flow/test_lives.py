@@ -249,9 +249,9 @@ def test_a_slot_of_a_state_that_is_used_again_reads_zero_first(monkeypatch):
 def test_no_kv_means_no_values_to_check():
     room = {"total_bytes": 2**24, "free_before_load_bytes": 2**24, "free_bytes": 2**24}
     able = kvdock.DeviceInfo(device_type="cpu", name="d", capabilities=frozenset({"skip_kv_cache:torch"}), **room)
-    options = {"prefill_only_disable_kv_cache": True, "attention_backend": "torch"}
-    cache = built(mha(), mha(), device=able, **options)
-    report = drive(cache, arrivals(*CROWD), seed=0)
+    options = {"prefill_only_disable_kv_cache": True, "attention_backend": "torch", "is_embedding": True}
+    cache = built(mha(), mha(), device=able, prefix_cache=False, chunked_prefill_size=None, **options)
+    report = drive(cache, arrivals(*CROWD), seed=0, chunk=40)
     assert (report.problems, report.finished, report.checks) == ((), len(CROWD), 0)
 
 

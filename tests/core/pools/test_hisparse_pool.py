@@ -238,6 +238,65 @@ def test_copies_are_of_resident_slots_and_come_back_bit_by_bit(cache, slots):
     assert before[1].equal(pool.get_index_k_with_scale_buffer(1))
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "fp8_e4m3", "fp8_e5m2"])
+def test_rows_that_are_written_to_the_host_are_those_of_the_device(slots, dtype):
+    cache = cache_of(kv_cache_dtype=dtype)
+    pool, mapping = cache.token_to_kv_pool, cache.token_to_kv_pool_allocator.logical_to_device
+    mapping[8], mapping[9] = 4, 27
+    rows = torch.randn(2, 1, 136, generator=torch.Generator().manual_seed(2))
+    pool.set_kv_buffer(1, slots(8, 9), rows)
+    pool.set_host_kv_buffer(1, slots(51, 4), rows)
+    on_device, on_host = (pool.parts.tensors.rows(name, 1) for name in ("kv", "kv_host"))
+    assert on_host[[51, 4]].view(torch.uint8).equal(on_device[[4, 27]].view(torch.uint8))
+    assert not pool.parts.tensors.rows("kv_host", 0).view(torch.uint8).any()
+    expected = pool.read_kv(1, slots(8, 9))
+    for space, at in [("device", slots(4, 27)), ("host", slots(51, 4))]:
+        for found, before in zip(pool.read_tier(1, space, at), expected, strict=True):
+            assert found.dtype == torch.bfloat16
+            assert found.equal(before)
+    assert pool.read_tier(1, "host", slots(51), torch.float32)[1].shape == (1, 1, 128)
+
+
+def test_rows_of_tiers_are_refused_by_what_does_not_fit(cache, slots):
+    pool = cache.token_to_kv_pool
+    with pytest.raises(SlotError, match="rows lie in the spaces 'device' and 'host', not in 'full'"):
+        pool.read_tier(0, "full", slots(8))
+    with pytest.raises(SlotError, match="layer 7 has no KV"):
+        pool.set_host_kv_buffer(7, slots(5), torch.ones(1, 1, 136))
+    with pytest.raises(SlotError, match=r"layer 0: rows of shape \(1, 1, 136\) for 2 host slots; give \[2, 1, 136\]"):
+        pool.set_host_kv_buffer(0, slots(5, 6), torch.ones(1, 1, 136))
+    assert not pool.parts.tensors.rows("kv_host", 0).any()
+
+
+def test_copies_of_host_rows_need_no_row_on_the_device(cache, slots):
+    """A request that is swapped out and comes back to other slots: one of them resident, one not."""
+    pool = cache.token_to_kv_pool
+    rows, keys = torch.randn(2, 1, 136), torch.randn(2, 128)
+    pool.set_host_kv_buffer(1, slots(20, 21), rows)
+    pool.set_index_k(1, slots(30, 31), keys)
+    index = pool.read_index_k(1, slots(30, 31))
+    copies = pool.get_cpu_copy(slots(30, 31), slots(20, 21))
+    assert len(copies) == len(pool.get_cpu_copy(slots(8, 9)))
+    pool.clear()
+    pool.load_cpu_copy(copies, slots(8, 40), slots(5, 6))
+    assert pool.read_tier(1, "host", slots(5, 6))[0].equal(rows.bfloat16())
+    assert pool.read_tier(1, "device", slots(4))[0].equal(rows[:1].bfloat16())
+    assert pool.read_index_k(1, slots(8, 40)).equal(index)
+    assert not pool.parts.tensors.rows("kv", 1)[1:4].any() and not pool.parts.tensors.rows("kv", 1)[5:].any()
+    for call in (
+        lambda: pool.get_cpu_copy(slots(8, 40), slots(5)),
+        lambda: pool.load_cpu_copy(copies, slots(8), slots()),
+    ):
+        with pytest.raises(SlotError, match="host slots for"):
+            call()
+
+
+@pytest.mark.parametrize("threads", [None, 512])
+def test_the_threads_of_a_swap_in_block_are_kept_for_kernels(threads):
+    pool = cache_of(hisparse_swap_in_block_size=threads).token_to_kv_pool
+    assert pool.swap_in_block_size == (threads or 960)
+
+
 def test_the_transfer_list_is_every_tensor_of_both_tiers(cache):
     # G-07, P-06
     pool = cache.token_to_kv_pool

@@ -106,7 +106,7 @@ class HiSparseAllocator(TieredAllocator):
         """Return one full slot a request, each with a device slot; ``None`` if either side is short.
 
         A request with a device buffer takes no new device page: a new full page maps to its newest page, and
-        the full page before it to nothing. `owners` names the requests, which is needed while any holds a buffer.
+        the full page that was there to nothing. `owners` names the requests, which is needed while any holds a buffer.
 
         Raises:
             SlotError: a length below 1, and what `alloc_extend` refuses; `owners` are missing; a request with a
@@ -124,9 +124,11 @@ class HiSparseAllocator(TieredAllocator):
         share = Share(len(own), names, lambda pages: self._buffers.words(placed, pages))
         slots = self._grown(growth, lambda: self.full.alloc_decode(seq_lens, seq_lens_cpu, last_loc, owners), share)
         if slots is not None and placed.requests:
-            left = self._pages_of(last_loc.index_select(0, lengths.to_device(leaves, last_loc.device)))
-            self._erase(left.clamp(min=0).to(self._map.dtype))
-            self._buffers.move_on(placed.requests, (growth.prefix[leaves] // self.page_size).tolist())
+            pages = (growth.prefix[leaves] // self.page_size).tolist()
+            left = leaves[self._buffers.holds(placed.requests, [page - 1 for page in pages])]
+            last = last_loc.index_select(0, lengths.to_device(left, last_loc.device))
+            self._erase(self._pages_of(last).to(self._map.dtype))
+            self._buffers.move_on(placed.requests, pages)
             self._freed()
         return slots
 

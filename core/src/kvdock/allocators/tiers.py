@@ -125,6 +125,7 @@ class TieredAllocator(MappedAllocator):
         self._buffers.add(request, row, self._slots_of(read))
         self._buffers.add(request, row, self._slots_of(newest), self._buffers.newest_base)
         self.device.free_pages(left)
+        self._has_queued |= self._grouping and left.shape[0] > 0
         self._place_newest(request)
         self._freed()
         return self._slots_of(torch.cat((read, newest)))
@@ -203,6 +204,7 @@ class TieredAllocator(MappedAllocator):
         self._unmap_newest(request)
         self._buffers.free(request)
         self._host_slots.free(request)
+        self._has_queued |= self._grouping
         self._freed()
 
     def translate(self, loc: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ from kvdock.errors import PluginError, SlotError
 from kvdock.layout import DEVICE, HOST, Buffer
 from kvdock.planned import Parts
 from kvdock.pools.dsa import DSAPool
+from kvdock.pools.formats import read_rows
 from kvdock.queries import PoolQuery
 
 if TYPE_CHECKING:
@@ -33,9 +34,14 @@ class HiSparseDSAPool(DSAPool):
     slot whose rows are not resident lands in padding; a read of one has no meaning. `get_key_buffer` returns all
     device rows, in the numbering of ``device``. The pool keeps no map and no table: the allocator decides what is
     resident, and says so in its map before it calls `swap_in` and after it calls `offload`.
+
+    A step reads what its indexer chose: rows that are not resident are brought to the request's device buffer by
+    `swap_in`, and read there by their device slots. `offload` keeps the host rows complete as rows are written;
+    rows that arrive on the host without ever being on the device are written by `set_host_kv_buffer`.
     """
 
     features: ClassVar[frozenset[str]] = frozenset({"fp8", "hisparse"})
+    options: ClassVar[frozenset[str]] = DSAPool.options | {"hisparse_swap_in_block_size"}
 
     def __init__(self, query: PoolQuery, parts: Parts) -> None:
         super().__init__(query, parts)
@@ -47,6 +53,8 @@ class HiSparseDSAPool(DSAPool):
             )
         self._map: MapsDevice = allocator
         self._host = self.stored("kv_host")
+        self.swap_in_block_size = query.options.hisparse_swap_in_block_size
+        """Threads of a block of the engine's swap-in kernel, as the plan has them; copies of torch have no blocks."""
 
     @classmethod
     def buffers(cls, query: PoolQuery) -> tuple[Buffer, ...]:
@@ -94,6 +102,47 @@ class HiSparseDSAPool(DSAPool):
         for on_device, on_host in self._tiers(layer_id):
             self.parts.kernels.copy_rows(on_device, device, on_host, host)
 
+    def set_host_kv_buffer(self, layer_id: int, host: torch.Tensor, k: torch.Tensor) -> None:
+        """Write rows `k` ``[n, 1, kv_lora_rank + qk_rope_head_dim]`` to the host slots `host`, stored as on the device.
+
+        Raises:
+            SlotError: the layer owns no buffer here, or the shapes do not fit; nothing is written.
+        """
+        self._owned(layer_id)
+        lora, width = self.kv_lora_rank, self.kv_lora_rank + self.qk_rope_head_dim
+        if tuple(k.shape) != (host.numel(), 1, width):
+            raise SlotError(
+                f"layer {layer_id}: rows of shape {tuple(k.shape)} for {host.numel()} host slots; give "
+                f"[{host.numel()}, 1, {width}]"
+            )
+        row = self._pack(k[..., :lora], k[..., lora:]) if self.is_scaled else self.codec.encode(k)
+        view = self._host[layer_id]
+        self.parts.kernels.store(view, host.to(view.device), row.to(view.device))
+
+    def read_tier(
+        self, layer_id: int, space: str, slots: torch.Tensor, dtype: torch.dtype | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return copies of the rows in slots of the space ``device`` or ``host``, and their latents, as `read_kv` does.
+
+        `slots` are of that space: those of a request's buffer, say, after `swap_in`.
+
+        Raises:
+            SlotError: the layer has no rows here, or `space` has none.
+        """
+        import torch
+
+        tiers = {DEVICE: self._kv, HOST: self._host}
+        if space not in tiers:
+            raise SlotError(f"rows lie in the spaces {DEVICE!r} and {HOST!r}, not in {space!r}")
+        view = tiers[space][self.owner_for_read(layer_id)]
+        chosen: torch.dtype = dtype or getattr(torch, self.query.model_dtype)
+        slots = slots.to(view.device)
+        if self.is_scaled:
+            latent, rope = self._unpack(self.parts.kernels.gather(view, slots), chosen)
+            return torch.cat([latent, rope], -1), latent
+        rows = read_rows(self.parts.kernels, self.codec.decode(view), slots, None, chosen)
+        return rows, rows[..., : self.kv_lora_rank]
+
     def slot_views(self) -> list[torch.Tensor]:
         """Return views of what slots of the group's own space own: keys and scales inside their pages."""
         return [part for pair in self._parts_of.values() for part in pair]
@@ -112,31 +161,51 @@ class HiSparseDSAPool(DSAPool):
         source, target = self.row_slots(src_loc), self.row_slots(tgt_loc)
         self.parts.kernels.move(list(self._kv.values()), torch.where(source > 0, target, 0), source)
 
-    def get_cpu_copy(self, indices: torch.Tensor) -> list[torch.Tensor]:
-        """Return host copies of the device rows and the index keys of the slots `indices`, which are all resident.
+    def get_cpu_copy(self, indices: torch.Tensor, host: torch.Tensor | None = None) -> list[torch.Tensor]:
+        """Return host copies of the rows and the index keys of the slots `indices`.
+
+        The rows are those on the device, or with `host` those of the host slots ``host[i]``, resident or not.
 
         Raises:
-            SlotError: the rows of a slot are not on the device; names it.
+            SlotError: the rows of a slot are not on the device, and `host` is not given (names the slot), or it has
+                another number of slots.
         """
-        self._check_resident(indices)
-        slots, gather = self.row_slots(indices), self.parts.kernels.gather
-        return [gather(view, slots).cpu() for view in self._kv.values()] + super().get_cpu_copy(indices)
+        if host is None:
+            self._check_resident(indices)
+        else:
+            _check_pairs(indices, host)
+        slots = self.row_slots(indices) if host is None else host
+        views, gather = self._kv if host is None else self._host, self.parts.kernels.gather
+        return [gather(view, slots.to(view.device)).cpu() for view in views.values()] + super().get_cpu_copy(indices)
 
-    def load_cpu_copy(self, copies: Sequence[torch.Tensor], indices: torch.Tensor) -> None:
-        """Write what `get_cpu_copy` returned to the slots `indices`, which are all resident; bit-identical.
+    def load_cpu_copy(
+        self, copies: Sequence[torch.Tensor], indices: torch.Tensor, host: torch.Tensor | None = None
+    ) -> None:
+        """Write what `get_cpu_copy` returned to the slots `indices`; bit-identical.
+
+        All are resident, or `host` gives host slots: then rows go there, and to the device where they are resident.
 
         Raises:
             SlotError: the copies are of another pool or for another number of slots, or the rows of a slot are
-                not on the device; nothing is written.
+                not on the device and `host` is not given; nothing is written.
         """
-        self.verify_copies(copies, indices)
-        slots, store = self.row_slots(indices), self.parts.kernels.store
-        views = [(view, slots) for view in self._kv.values()] + [(view, indices) for view in self._views]
+        self.verify_copies(copies, indices, host)
+        store, rows = self.parts.kernels.store, self.row_slots(indices)
+        views = [(view, rows) for view in self._kv.values()]
+        if host is not None:
+            on_host = [(view, host.to(view.device)) for view in self._host.values()]
+            for (view, loc), copy in zip(on_host, copies, strict=False):
+                store(view, loc, copy.to(view.device))
+        views += [(view, indices) for view in self._views]
         for (view, loc), copy in zip(views, copies, strict=True):
             store(view, loc, copy.to(view.device, non_blocking=True))
 
-    def verify_copies(self, copies: Sequence[torch.Tensor], indices: torch.Tensor) -> None:
+    def verify_copies(
+        self, copies: Sequence[torch.Tensor], indices: torch.Tensor, host: torch.Tensor | None = None
+    ) -> None:
         """Raise what `load_cpu_copy` would raise, and change nothing."""
+        if host is not None:
+            _check_pairs(indices, host)
         rows = list(self._kv.values())
         expected = [((indices.shape[0], *view.shape[2:]), view.dtype) for view in rows]
         if [(tuple(copy.shape), copy.dtype) for copy in copies[: len(rows)]] != expected:
@@ -145,7 +214,8 @@ class HiSparseDSAPool(DSAPool):
                 "slots; load what get_cpu_copy of the same pool returned for as many slots"
             )
         super().verify_copies(copies[len(rows) :], indices)
-        self._check_resident(indices)
+        if host is None:
+            self._check_resident(indices)
 
     def _check_resident(self, indices: torch.Tensor) -> None:
         if indices.device.type == "meta":

@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from kvdock.errors import PlanError, SlotError
-from kvdock.layout import TARGET
 from kvdock.requests.decode import DecodeReqToTokenPool
 from kvdock.testing.report import Progress, Report
-from kvdock.testing.slots import Piece, Request, Slots
+from kvdock.testing.slots import Part, Piece, Request, Slots, parts_of, refuse_nothing
 from kvdock.testing.states import States
+from kvdock.testing.tiers import Tiers
 from kvdock.testing.trace import Arrival
 from kvdock.testing.values import RunError, Values
 
@@ -35,13 +35,12 @@ SHARING, SPECULATING = 0.5, 0.1
 """How often a request that ends leaves a prefix and one that begins takes one; how often a decode speculates."""
 TRIMMING = 0.5
 """How often what was speculated is trimmed page by page instead of taken back as a whole."""
+PREEMPTING = 0.1
+"""How often the youngest request is swapped out for one that waits for a device buffer."""
 MAX_DRAFTS = 4
 """Tokens that a request speculates at most."""
 SAMPLE_TOKENS = 8
 """Tokens of one request that are compared at each extend and decode step, in every layer."""
-
-Part = tuple[Request, "torch.Tensor"]
-"""A request and the slots that it got for its next tokens."""
 
 
 def drive(
@@ -83,13 +82,14 @@ class _Run:
     def __init__(self, cache: KVCache, arrivals: Iterable[Arrival], seed: int, chunk: int, step_ms: float) -> None:
         if chunk < 1:
             raise PlanError(f"chunk={chunk} prefills nothing; give at least 1")
-        _refuse_nothing(cache)
+        refuse_nothing(cache)
         self.cache = cache
         self.rows = cache.req_to_token_pool
         self.rng = random.Random(seed)
         self.values = Values(cache, seed)
         self.states = States(cache, self.values, self.rng)
-        self.slots = Slots(cache, self.rng, self.states)
+        self.tiers = Tiers(cache, self.values, self.rng)
+        self.slots = Slots(cache, self.rng, self.states, self.tiers)
         self.sharing = self.speculating = 0.0
         self.longest = cache.plan.max_request_tokens
         self.chunk, self.step_ms = chunk, step_ms
@@ -131,19 +131,34 @@ class _Run:
 
     def _decode(self) -> int:
         """Grow every request that is past its prompt by one token; return how many."""
-        while batch := [r for r in self.running if r.goal <= r.length < r.total and not r.is_arriving]:
+        while batch := self._decoding():
             self.slots.evict(batch, self.slots.eviction_interval)
             if self.rng.random() < self.speculating:
                 self._speculate(batch)
             if self._grow([(request, 1) for request in batch], self.slots.decode):
                 self._sample(batch[self.steps % len(batch)], 1)
                 return len(batch)
-            if self.slots.evict(self.running, 1) or self.slots.drop_prefixes():
+            if self._make_room():
                 continue
             if len(self.running) == 1 and batch[0].prefix is None:
                 raise RunError(f"{batch[0].describe()} finds no slot in a cache that it has for itself")
             self._preempt()
         return 0
+
+    def _decoding(self) -> list[Request]:
+        """Return the requests that decode now: all that are past their prompt and have a place to read from."""
+        due = [r for r in self.running if r.goal <= r.length < r.total and not r.is_arriving]
+        ready = self.tiers.ready(due)
+        if len(ready) == len(due) or self._make_room():
+            return ready if len(ready) == len(due) else self.tiers.ready(due)
+        if len(self.running) > 1 and self.rng.random() < PREEMPTING:
+            self._preempt()
+            return self._decoding()
+        return ready
+
+    def _make_room(self) -> bool:
+        """Give back what no request needs any more; tell whether there was anything."""
+        return self.tiers.evict(self.running) or self.slots.evict(self.running, 1) or self.slots.drop_prefixes()
 
     def _receive(self) -> int:
         """Admit requests whose KV arrives with them, at a decode worker; return the tokens."""
@@ -151,13 +166,16 @@ class _Run:
         while isinstance(self.rows, DecodeReqToTokenPool) and self.waiting and not self.is_paused:
             request, before = self.waiting[0], self.slots.available()
             slots = None if request.saved is not None else self.cache.admit(request.name, request.prompt, arriving=True)
+            if slots is not None and not self.tiers.reserve(request):
+                self.cache.release(request.name)
+                slots = None
             if slots is None:
                 self._refuse_change(before)
                 self.failed_admissions += request.saved is None
                 break
             self.running.append(self.waiting.popleft())
             self.slots.take_arrived(request, slots)
-            self._write([(request, slots)])
+            self._write([(request, slots)], at=self.tiers.arrive(request))
             request.length, request.is_arriving = request.prompt, True
             self.states.write(request)
             tokens += request.prompt
@@ -179,11 +197,14 @@ class _Run:
         """Extend prompts, oldest first, by at most a chunk; return the tokens."""
         pieces = self._choose_pieces()
         self.slots.evict([request for request, _ in pieces], 1)
+        self.tiers.evict([request for request, _ in pieces], always=False)
         while pieces:
             if self._grow(pieces, self.slots.extend):
                 self._sample(*pieces[self.steps % len(pieces)])
                 self._keep_prompts([request for request, _ in pieces])
                 return sum(tokens for _, tokens in pieces)
+            if self.tiers.evict(self.running):
+                continue
             request, _ = pieces.pop()
             if request.length == request.start:
                 self._give_up(request)
@@ -205,16 +226,24 @@ class _Run:
                 budget -= pieces[-1][1]
         while budget > 0 and self._may_admit():
             request = self.waiting[0]
-            rows = self.rows.alloc([request.name])
-            if rows is None and self.states and self.slots.drop_prefixes():
+            row = self._take_row(request)
+            if row is None and self.states and self.slots.drop_prefixes():
                 continue
-            if rows is None:
+            if row is None:
                 self.failed_admissions += 1
                 break
-            self._admit(self.waiting.popleft(), rows[0])
+            self._admit(self.waiting.popleft(), row)
             pieces.append((request, self._piece(request, budget)))
             budget -= pieces[-1][1]
         return pieces
+
+    def _take_row(self, request: Request) -> int | None:
+        """Return the row of a request that begins, or ``None``; with it go slots on the host for all that it may write."""
+        (row,) = self.rows.alloc([request.name]) or (None,)
+        if row is not None and not self.tiers.reserve(request):
+            self.cache.release(request.name)
+            return None
+        return row
 
     def _may_admit(self) -> bool:
         """Return whether the next request begins here: at a decode worker all but those that were swapped out arrive."""
@@ -239,6 +268,7 @@ class _Run:
             self.states.load(request, request.saved.states)
         elif self.rng.random() < self.sharing:
             self.shared_tokens += self.slots.share(request)
+            self.tiers.adopt(request)
 
     def _grow(self, pieces: list[Piece], alloc: Callable[[list[Piece]], torch.Tensor | None]) -> bool:
         """Give requests slots and write their new tokens; ``False`` (and nothing changes) if there is no room."""
@@ -249,14 +279,16 @@ class _Run:
             return False
         self._write_rows(pieces, slots)
         self.cache.prepare_states()
-        parts = list(_parts(pieces, slots))
+        parts = list(parts_of(pieces, slots))
         for place, (request, part) in enumerate(parts):
             self.slots.take(request, part)
             if request.saved is not None:
                 self._load(request, part)
             elif request.length == request.start or place == self.steps % len(pieces):
                 self.states.check(request)
-        self._write([pair for pair in parts if pair[0].saved is None])
+        written = [pair for pair in parts if pair[0].saved is None]
+        self._write(written)
+        self.tiers.back_up(written)
         for request, part in parts:
             request.length += part.numel()
             if request.saved is None:
@@ -270,7 +302,7 @@ class _Run:
         rows, starts = [r.row for r, _ in pieces], [r.length for r, _ in pieces]
         self.rows.write(rows, starts, [r.length + tokens for r, tokens in pieces], slots)
 
-    def _write(self, parts: list[Part], salts: Sequence[int] = ()) -> None:
+    def _write(self, parts: list[Part], salts: Sequence[int] = (), at: tuple[str, torch.Tensor] | None = None) -> None:
         """Write the values of each request's next tokens; `salts` stand for values that are not its own."""
         import torch
 
@@ -280,12 +312,12 @@ class _Run:
         own = [request.salts(found) for (request, _), found in zip(parts, positions, strict=True)]
         others = [torch.full_like(found, salt) for found, salt in zip(positions, salts, strict=False)]
         slots = torch.cat([part for _, part in parts]).to(torch.int64)
-        self.values.write(torch.cat(others or own), torch.cat(positions), slots)
+        self.values.write(torch.cat(others or own), torch.cat(positions), slots, at)
 
     def _load(self, request: Request, slots: torch.Tensor) -> None:
         """Bring a request's next tokens back from the host."""
         if request.saved is not None:
-            self.slots.load(request.saved, request.length, slots)
+            self.slots.load(request, request.saved, slots)
 
     def _end_loading(self) -> None:
         """Compare all of the requests that are back from the host."""
@@ -296,6 +328,9 @@ class _Run:
 
     def _speculate(self, batch: list[Request]) -> None:
         """Let requests write some tokens ahead, and take all of them back as if none had been accepted."""
+        batch = [request for request in batch if not self.tiers.holds_buffer(request)]
+        if not batch:
+            return
         ahead = self.rng.randint(1, MAX_DRAFTS)
         pieces = [(request, min(ahead, request.total - request.length)) for request in batch]
         before, allocator = self.slots.available(), self.slots.allocator
@@ -305,7 +340,7 @@ class _Run:
             self._write_rows(pieces, slots)
             self.rollbacks += 1
             salts = [self.values.salt(request.name, self.rollbacks) for request in batch]
-            parts = list(_parts(pieces, slots))
+            parts = list(parts_of(pieces, slots))
             for request, part in parts:
                 self.slots.verify(request, part)
             self._write(parts, salts)
@@ -331,6 +366,9 @@ class _Run:
 
     def _sample(self, request: Request, new: int) -> None:
         """Compare what the first of `new` tokens sees: the oldest token of its window, the newest, some others."""
+        if self.tiers:
+            self.tiers.read_step(request)
+            return
         first_new = request.length - new
         oldest = 0 if self.slots.window is None else max(0, first_new - self.slots.window)
         drawn = {self.rng.randrange(request.length) for _ in range(SAMPLE_TOKENS - 2)}
@@ -349,7 +387,10 @@ class _Run:
 
     def _check_all(self, request: Request) -> None:
         """Compare all that a request has in the cache."""
-        self._check(request, range(request.length))
+        if self.tiers:
+            self.tiers.check_all(request)
+        else:
+            self._check(request, range(request.length))
         self.states.check(request)
 
     def _finish(self) -> None:
@@ -435,11 +476,9 @@ class _Run:
             problems=tuple(self._problems(planned, allocated)),
             shared_tokens=self.shared_tokens,
             rollbacks=self.rollbacks,
-            state_checks=self.states.checks,
-            forks=self.states.forks,
-            tracked=self.states.tracked,
-            committed=self.states.committed,
             received=self.received,
+            **self.states.counts(),
+            **self.tiers.counts(),
         )
 
     def _problems(self, planned: int, allocated: int) -> Iterator[str]:
@@ -451,27 +490,5 @@ class _Run:
             yield f"slots leaked: {self.slots.at_first} were free before and {self.slots.available()} are free now"
         if planned != allocated:
             yield f"{planned} bytes were planned and {allocated} allocated"
-
-
-def _refuse_nothing(cache: KVCache) -> None:
-    """Raise `PlanError` for a cache in which no request could be told from another."""
-    outline = cache.plan.outline
-    if not outline.allocators:
-        raise PlanError("no layer of this model keeps KV token by token, so there is nothing to drive")
-    if outline.options.values.hisparse:
-        raise PlanError(
-            "hisparse=true keeps most KV on the host, which this run does not move; build it with kvdock.build, and "
-            "drive it as docs/reference/runtime.md says"
-        )
-    if not any(group.worker == TARGET for group in outline.groups):
-        raise PlanError(
-            "no layer of this rank keeps KV or states, so there is nothing to drive; run a rank that has some of them"
-        )
-
-
-def _parts(pieces: list[Piece], slots: torch.Tensor) -> Iterator[Part]:
-    """Yield each request and the slots that it got."""
-    start = 0
-    for request, tokens in pieces:
-        yield request, slots[start : start + tokens]
-        start += tokens
+        if self.cache.plan.host_bytes != self.cache.host_bytes():
+            yield f"{self.cache.plan.host_bytes} host bytes were planned and {self.cache.host_bytes()} allocated"

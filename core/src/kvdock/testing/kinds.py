@@ -88,10 +88,14 @@ class Layer(NamedTuple):
 
 
 class Where(NamedTuple):
-    """Slots of tokens: the engine's, and those of the layer's own space."""
+    """Slots of tokens: the engine's, and those of the layer's own space.
+
+    `at` is where their rows lie in a cache of two tiers, a space and slots of it; ``None``: where their slots say.
+    """
 
     slots: torch.Tensor
     mapped: torch.Tensor
+    at: tuple[str, torch.Tensor] | None = None
 
 
 Rows = dict[str, "torch.Tensor"]
@@ -188,7 +192,10 @@ def _write_latents(layer: Layer, where: Where, rows: Rows) -> None:
 
 
 def _write_sparse_latents(layer: Layer, where: Where, rows: Rows) -> None:
-    _write_latents(layer, where, rows)
+    if where.at is None:
+        _write_latents(layer, where, rows)
+    else:
+        layer.pool.set_host_kv_buffer(layer.layer_id, where.at[1], rows[KEY])
     layer.pool.set_index_k(layer.layer_id, where.mapped, rows[INDEX_KEY])
 
 
@@ -202,11 +209,16 @@ def _read_kv(layer: Layer, where: Where) -> Rows:
         keys, values = layer.router.read_kv(layer.layer_id, where.slots)
         return {KEY: keys, VALUE: values}
     views = layer.router.get_key_buffer(layer.layer_id), layer.router.get_value_buffer(layer.layer_id)
-    return {KEY: gathered(views[0], where.mapped), VALUE: gathered(views[1], where.mapped)}
+    rows, _ = layer.pool.own_rows(where.mapped)
+    return {KEY: gathered(views[0], rows), VALUE: gathered(views[1], rows)}
 
 
 def _read_sparse_latents(layer: Layer, where: Where) -> Rows:
-    return {**_read_kv(layer, where), INDEX_KEY: layer.pool.read_index_k(layer.layer_id, where.mapped)}
+    if where.at is None:
+        rows = _read_kv(layer, where)
+    else:
+        rows = dict(zip((KEY, VALUE), layer.pool.read_tier(layer.layer_id, *where.at), strict=True))
+    return {**rows, INDEX_KEY: layer.pool.read_index_k(layer.layer_id, where.mapped)}
 
 
 def _read_indexers(layer: Layer, where: Where) -> Rows:

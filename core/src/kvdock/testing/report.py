@@ -23,7 +23,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     was swapped out, `shared_tokens` the tokens that requests took from prefixes of others, `rollbacks` the
     times that a decode speculated in vain. `state_checks` counts compared states, one tensor of a layer each, `forks`
     the requests that began with the state of a prefix, `tracked` the states that were written to track slots,
-    `committed` those that were a draft's snapshot, `received` the requests that arrived with their KV. `problems` says what `check` found afterwards; empty: everything is in order.
+    `committed` those that were a draft's snapshot, `received` the requests that arrived with their KV. `swapped_in` counts rows that a
+    step brought from the host to a request's device buffer, a token in a layer each, `found_on_device` those that it
+    found there, `device_buffers` the buffers that were given, `grown_buffers` the times that one grew. `problems` says what `check` found afterwards; empty: everything is in order.
     """
 
     arrived: int
@@ -48,6 +50,10 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     tracked: int = 0
     committed: int = 0
     received: int = 0
+    swapped_in: int = 0
+    found_on_device: int = 0
+    device_buffers: int = 0
+    grown_buffers: int = 0
 
     @property
     def tokens_per_second(self) -> float:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from kvdock.errors import PlanError
 from kvdock.layout import TARGET
 from kvdock.testing.owners import KEPT, Owners
 from kvdock.testing.states import Copies, Kept, States
+from kvdock.testing.tiers import Tiers
 from kvdock.testing.trace import Arrival
 from kvdock.testing.values import RunError
 
@@ -102,15 +105,18 @@ class Request:
 
 Piece = tuple[Request, int]
 """A request and the tokens that it grows by."""
+Part = tuple[Request, "torch.Tensor"]
+"""A request and the slots that it got for its next tokens."""
 
 
 class Slots:
     """The allocator of a cache as a scheduler uses it, and what is free in each space."""
 
-    def __init__(self, cache: KVCache, rng: random.Random, states: States) -> None:
+    def __init__(self, cache: KVCache, rng: random.Random, states: States, tiers: Tiers) -> None:
         self.cache = cache
         self.rng = rng
         self.states = states
+        self.tiers = tiers
         self.rows = cache.req_to_token_pool
         self.allocator: Any = cache.token_to_kv_pool_allocator
         self.page_size: int = self.allocator.page_size
@@ -143,24 +149,29 @@ class Slots:
         prefix = [request.length for request, _ in pieces]
         seq = [request.length + tokens for request, tokens in pieces]
         on_device = (self._tensor(prefix), prefix, self._tensor(seq), seq)
-        found: torch.Tensor | None = self.allocator.alloc_extend(*on_device, self._last(pieces), sum(seq) - sum(prefix))
+        found: torch.Tensor | None = self.allocator.alloc_extend(
+            *on_device, self._last(pieces), sum(seq) - sum(prefix), self.tiers.names(request for request, _ in pieces)
+        )
         return found
 
     def decode(self, pieces: list[Piece]) -> torch.Tensor | None:
         """Return one slot a request."""
         seq = [request.length + 1 for request, _ in pieces]
-        found: torch.Tensor | None = self.allocator.alloc_decode(self._tensor(seq), seq, self._last(pieces))
+        names = self.tiers.names(request for request, _ in pieces)
+        found: torch.Tensor | None = self.allocator.alloc_decode(self._tensor(seq), seq, self._last(pieces), names)
         return found
 
     def verify(self, request: Request, slots: torch.Tensor) -> None:
         """Verify that `slots` are nobody's, on both sides."""
         for space, found in self._both(slots).items():
             self.owners.verify_free(space, found, request.name)
+        self.tiers.verify(request, slots)
 
     def take(self, request: Request, slots: torch.Tensor) -> None:
         """Note that `slots` are a request's from now on, on both sides."""
         for space, found in self._both(slots).items():
             self.owners.take(space, found, request.name)
+        self.tiers.take(request, slots)
 
     def take_arrived(self, request: Request, slots: torch.Tensor) -> None:
         """Note the row and the slots of a request that came with its KV: sliding layers hold its newest tokens alone."""
@@ -213,6 +224,7 @@ class Slots:
         if self.sliding is not None:
             first = max(kept, request.borrowed, self.page_floor(request.evicted))
             given[self.sliding] = self._to_sliding(row[first:])
+        self.tiers.release(request, kept)
         self.cache.release(request.name, kept=kept)
         for space, slots in given.items():
             self.owners.give(space, slots)
@@ -245,6 +257,8 @@ class Slots:
     def _tokens_to_keep(self, request: Request) -> int:
         """Return a whole number of pages whose window, and state, is still there; 0 if there are none."""
         if len(self.prefixes) >= MAX_PREFIXES or request.shared or request.prefix is not None:
+            return 0
+        if not self.tiers.is_whole(request):
             return 0
         lost, window = request.readable, self.window or 0
         least = -(-max(1, lost + window if lost else 1) // self.page_size)
@@ -290,14 +304,17 @@ class Slots:
         """Return copies of all that a request has in the cache."""
         first = self.page_floor(request.readable) if self.is_pure else 0
         slots = self._row(request)[first:]
-        copies = {worker: pool.get_cpu_copy(slots) for worker, pool in self._pools().items()}
+        host = self.tiers.host_of(request, first, slots.shape[0])
+        copies = {worker: pool.get_cpu_copy(slots, *host) for worker, pool in self._pools().items()}
         return Saved(first, request.length, request.readable, copies, self.states.save(request))
 
-    def load(self, saved: Saved, start: int, slots: torch.Tensor) -> None:
-        """Write what was saved of the tokens from `start` on to `slots`."""
-        rows = slice(start - saved.first, start - saved.first + slots.shape[0])
+    def load(self, request: Request, saved: Saved, slots: torch.Tensor) -> None:
+        """Write what was saved of a request's next tokens to `slots`."""
+        start = request.length - saved.first
+        host = self.tiers.host_of(request, request.length, slots.shape[0])
         for worker, pool in self._pools().items():
-            pool.load_cpu_copy([copy[rows] for copy in saved.copies[worker]], slots)
+            copies = [copy[start : start + slots.shape[0]] for copy in saved.copies[worker]]
+            pool.load_cpu_copy(copies, slots, *host)
 
     def first_kept(self, request: Request) -> int:
         """Return the first token whose slot in the request table is still the request's."""
@@ -334,6 +351,7 @@ class Slots:
         to = {} if holder is None else {"holder": holder}
         first = self.page_floor(prefix.evicted)
         self.owners.give(self.numbering, prefix.slots[first if self.is_pure else 0 :], **to)
+        self.tiers.pass_on(prefix.slots, holder)
         if self.sliding is not None:
             self.owners.give(self.sliding, self._to_sliding(prefix.slots[first:]), **to)
 
@@ -357,3 +375,22 @@ def _parts_of(cache: KVCache) -> dict[str, Allocator]:
     allocator = cache.token_to_kv_pool_allocator
     inner = dict(allocator.parts.allocators)
     return inner or {str(cache.plan.outline.numbering): allocator}
+
+
+def parts_of(pieces: list[Piece], slots: torch.Tensor) -> Iterator[Part]:
+    """Yield each request and the slots that it got."""
+    start = 0
+    for request, tokens in pieces:
+        yield request, slots[start : start + tokens]
+        start += tokens
+
+
+def refuse_nothing(cache: KVCache) -> None:
+    """Raise `PlanError` for a cache in which no request could be told from another."""
+    outline = cache.plan.outline
+    if not outline.allocators:
+        raise PlanError("no layer of this model keeps KV token by token, so there is nothing to drive")
+    if not any(group.worker == TARGET for group in outline.groups):
+        raise PlanError(
+            "no layer of this rank keeps KV or states, so there is nothing to drive; run a rank that has some of them"
+        )

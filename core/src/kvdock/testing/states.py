@@ -95,6 +95,15 @@ class States:
         """Whether requests have states in this plan, those of layers on other ranks included."""
         return self.rows is not None
 
+    def counts(self) -> dict[str, int]:
+        """Return what a report says of states."""
+        return {
+            "state_checks": self.checks,
+            "forks": self.forks,
+            "tracked": self.tracked,
+            "committed": self.committed,
+        }
+
     def available(self) -> dict[str, int]:
         """Return the free state slots."""
         return {} if self.rows is None else {"state": self.rows.available_states()}

@@ -58,14 +58,20 @@ class Values:
         mixed = (self.seed * _ODD[1] + request * _ODD[0] + attempt * _ODD[2]) % 2**64
         return (mixed ^ mixed >> 31) * _ODD[3] % 2**63
 
-    def write(self, salts: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
-        """Write what tokens (int64 ``[n]`` each) keep to every layer that owns buffers."""
+    def write(
+        self,
+        salts: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        at: tuple[str, torch.Tensor] | None = None,
+    ) -> None:
+        """Write what tokens (int64 ``[n]`` each) keep to every layer that owns buffers; `at` as in `Where`."""
         tokens = hashed_bytes(salts, positions, self._widest)
-        where = Where(slots, self._mapped(slots))
+        where = Where(slots, self._mapped(slots), at)
         for layer in self.owners:
             written = [part for part in layer.parts if not part.front_of]
             rows = {part.name: self._expected(layer, part, tokens).to(layer.model_dtype) for part in written}
-            layer.kind.write(layer, where if layer.is_mapped else Where(slots, slots), rows)
+            layer.kind.write(layer, where if layer.is_mapped else Where(slots, slots, at), rows)
 
     def check(
         self,
@@ -98,9 +104,20 @@ class Values:
                 where = Where(found[first:], (mapped if layer.is_mapped else found)[first:])
                 self._check_layer(layer, request, block[first:], tokens[first:], where)
 
+    def compare(self, layer: Layer, request: int, salts: torch.Tensor, positions: torch.Tensor, where: Where) -> None:
+        """Compare tokens of a request, written with `salts`, in one layer, as many as memory takes at once.
+
+        Raises:
+            WrongValue: names the first value that differs.
+        """
+        self._check_layer(layer, request, positions, hashed_bytes(salts, positions, self._widest), where)
+
     def _check_layer(
         self, layer: Layer, request: int, positions: torch.Tensor, tokens: torch.Tensor, where: Where
     ) -> None:
+        if layer.pool.query.shares_tokens:  # other ranks keep the other tokens
+            own = layer.pool.own_rows(where.mapped)[1]
+            positions, tokens, where = positions[own], tokens[own], Where(where.slots[own], where.mapped[own])
         rows = layer.kind.read(layer, where)
         for part in layer.parts:
             wrong = first_difference(rows[part.name], self._expected(layer, part, tokens), layer.kv_dtype)
