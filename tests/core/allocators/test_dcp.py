@@ -22,7 +22,9 @@ CPU = torch.device("cpu")
 def query_of(make, page_size, ranks, names=("full",), **options):
     spaces = tuple(Space(name=name, rule=SizeRule(), page_size=page_size) for name in names)
     query = make.query(spaces, {})
-    return msgspec.structs.replace(query, parallel=Parallelism(tp_size=ranks, dcp_size=ranks), options=CacheOptions(**options))
+    return msgspec.structs.replace(
+        query, parallel=Parallelism(tp_size=ranks, dcp_size=ranks), options=CacheOptions(**options)
+    )
 
 
 def build(make, tokens, page_size, ranks, cls=PagedAllocator, debug=False):
