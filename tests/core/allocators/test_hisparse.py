@@ -453,3 +453,43 @@ class TestHiSparseAllocator(AllocatorSuite):
         "max_running_requests": 4,
     }
     test_needed_pages_are_exact = unsupported("two sides lack slots, and both are named")
+
+
+def test_a_nested_restore_takes_back_what_each_request_reserved():
+    cache = cache_of()
+    allocator = cache.token_to_kv_pool_allocator
+    for request in "ab":
+        cache.admit(request, 4)
+    outer = allocator.backup_state()
+    allocator.reserve_host("b", 8)
+    allocator.reserve_host("a", 0)  # nothing to take, nothing to give back
+    inner = allocator.backup_state()
+    allocator.reserve_host("a", 8)
+    allocator.restore_state(inner)
+    assert allocator.host_slots("b", 0, 8).shape == (8,)
+    allocator.restore_state(outer)
+    with pytest.raises(SlotError, match="host slots for 0 tokens"):
+        allocator.host_slots("b", 0, 4)
+    cache.check()
+
+
+def test_host_slots_that_cannot_be_noted_go_back(monkeypatch):
+    cache = cache_of()
+    allocator = cache.token_to_kv_pool_allocator
+    cache.admit("a", 4)
+    free = allocator.host_available_size()
+    with monkeypatch.context() as patch:
+        patch.setattr(allocator._host_slots, "add", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            allocator.reserve_host("a", 8)
+    assert allocator.host_available_size() == free
+    cache.check()
+
+
+def test_pages_of_another_type_are_refused():
+    allocator = cache_of().token_to_kv_pool_allocator
+    for free in (allocator.free_pages, allocator.free_device_pages):
+        with pytest.raises(SlotError, match="pages"):
+            free(torch.tensor([1.7]))
+        with pytest.raises(SlotError, match="pages"):
+            free([1])

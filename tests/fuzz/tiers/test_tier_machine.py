@@ -14,6 +14,7 @@ from kvdock.startup import core_only
 torch = pytest.importorskip("torch")
 pytest.importorskip("hypothesis")
 
+from hypothesis import settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from hypothesis.stateful import (  # noqa: E402
     RuleBasedStateMachine,
@@ -488,4 +489,5 @@ class MapsWhatIsOnTheHost(HiSparseAllocator):
 @pytest.mark.parametrize("cls", [KeepsTheDevice, ForgetsTheHost, LeavesTheOldPageMapped, MapsWhatIsOnTheHost])
 def test_a_broken_allocator_of_two_tiers_is_found(fuzz, tiers, cls):
     with pytest.raises((AssertionError, SlotError, pytest.fail.Exception)):
-        run_state_machine_as_test(machine_of(tiers, cls), settings=fuzz.no_shrinking)
+        many = settings(fuzz.no_shrinking, max_examples=1000, derandomize=True, database=None)
+        run_state_machine_as_test(machine_of(tiers, cls), settings=many)

@@ -66,12 +66,14 @@ class HeldPages:
             )
 
     def add(self, request: Hashable, row: int, slots: torch.Tensor, base: int = 0) -> None:
-        """Note `slots` (whole pages, from the allocator) as the next ones of the block at `base`.
+        """Note `slots` (whole pages, from the allocator) as the next ones of the block at `base`; none are no entry.
 
         Raises:
             SlotError: what `check_row` refuses; nothing is noted.
         """
         self.check_row(request, row)
+        if not slots.shape[0]:
+            return
         held = self.count(request, base)
         start = base + held * self._size
         listed = slots[: self.table.shape[1] - start]

@@ -138,6 +138,7 @@ class HiSparseAllocator(TieredAllocator):
         Raises:
             SlotError: more pages than are live; nothing changes.
         """
+        lengths.require_integers("pages", pages)
         pages = pages.to(self._map.dtype)
         self._free_both(pages, pages if has_device else pages[:0])
 
@@ -163,6 +164,7 @@ class HiSparseAllocator(TieredAllocator):
 
     def free_device_pages(self, pages: torch.Tensor) -> None:
         """Give back the device pages of full pages that have one of their own; never waits for the device."""
+        lengths.require_integers("pages", pages)
         self._free_side_of(pages.to(self._map.dtype))
 
     def free_device_rows(
