@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 if TYPE_CHECKING:
     import torch
 
+    from kvdock.requests.states import DueStates
+
 
 @runtime_checkable
 class Evicts(Protocol):
@@ -54,14 +56,8 @@ class HoldsStates(Protocol):
     def fork_state(self, request: Hashable, cached_slot: int) -> tuple[int, int]:
         """Let a request begin with the state of another slot."""
 
-    def take_copies(self) -> tuple[list[int], list[int]]:
-        """Return sources and targets of the copies that are due; reads come first."""
-
-    def take_fresh(self) -> list[int]:
-        """Return the slots that are to be cleared before their first use."""
-
-    def still_due(self, sources: Sequence[int], targets: Sequence[int], fresh: Sequence[int]) -> None:
-        """Put back what was taken, because it was not done."""
+    def due_states(self, pools: int = 1) -> list[DueStates]:
+        """Return what is to be done with the slots in each of `pools` pools; empty a part of it when it was done."""
 
     def check(self, held_states: Iterable[int] | None = None) -> None:
         """Verify rows and state slots."""

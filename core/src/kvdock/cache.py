@@ -56,6 +56,7 @@ class KVCache:
         self._page_size = 1 if allocator is None else allocator.page_size
         self._holdings = Holdings(req_to_token_pool, self._page_size, self._slides_whole)
         self._states = req_to_token_pool if isinstance(req_to_token_pool, HoldsStates) else None
+        self._due: list[tuple[KeepsStates, str, tuple[list[int], ...]]] = []
         self._state_pools = [pool for pool in pools.values() if isinstance(pool, KeepsStates)]
 
     @property
@@ -146,15 +147,14 @@ class KVCache:
         if self._states is None:
             return
         (sources, targets), fresh = self._states.take_copies(), self._states.take_fresh()
-        try:
-            for pool in self._state_pools:
-                if targets:
-                    pool.copy_slots(self._on_device(sources), self._on_device(targets))
-                if fresh:
-                    pool.clear_slots(self._on_device(fresh))
-        except BaseException:
-            self._states.still_due(sources, targets, fresh)
-            raise
+        if targets:
+            self._due += [(pool, "copy_slots", (sources, targets)) for pool in self._state_pools]
+        if fresh:
+            self._due += [(pool, "clear_slots", (fresh,)) for pool in self._state_pools]
+        while self._due:  # what fails stays due, and what was done is not done again: a source may be a target too
+            pool, work, slots = self._due[0]
+            getattr(pool, work)(*map(self._on_device, slots))
+            del self._due[0]
 
     def hold_prefix(self, request: Hashable, borrowed: int = 0, evicted: int = 0) -> None:
         """Say what of a request's first tokens is not its own, after they were written to its row.
@@ -225,12 +225,17 @@ class KVCache:
         """
         self._holdings.check_truncate(requests, lengths)
         spans = self._holdings.tails(requests, lengths)
+        if self._debug and self._allocator is not None and spans:
+            self._check_given(spans)
+        table = self.req_to_token_pool
+        before = {row: int(table.lengths[row]) for row in map(table.row_of, requests) if row is not None}
+        table.truncate(requests, lengths)  # before the slots go back: they are others' from then on
         if self._allocator is not None and spans:
-            if self._debug:
-                self._check_given(spans)
-            rows, starts, ends = _columns(spans)
-            self._allocator.free_rows(self.req_to_token_pool.req_to_token, rows, starts, ends)
-        self.req_to_token_pool.truncate(requests, lengths)
+            try:
+                self._allocator.free_rows(table.req_to_token, *_columns(spans))
+            except BaseException:
+                table.lengths[list(before)] = list(before.values())
+                raise
         return sum(self._holdings.slots_in(span) for span in spans)
 
     def release(self, request: Hashable, kept: int = 0) -> None:
@@ -313,6 +318,7 @@ class KVCache:
             raise SlotError(f"{len(live)} requests were not released: {named}; release each when it ends")
 
     def _give_back_all(self) -> None:
+        self._due.clear()
         self.req_to_token_pool.clear()
         if self._allocator is not None:
             self._allocator.clear()

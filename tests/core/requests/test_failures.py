@@ -323,3 +323,42 @@ def test_a_release_that_failed_in_a_tier_can_be_made_again(monkeypatch, place, f
     cache.release("a")
     assert [tier.available_size() for tier in tiers] == [before[0] - 8, before[1] - 8, before[2]]
     cache.check(other)
+
+
+def test_copies_that_were_done_are_not_done_again(monkeypatch):
+    """A slot that is a source and then a target: the second call clears what is left and copies nothing twice."""
+    cache = hybrid()
+    states, table = cache.token_to_kv_pool.states, cache.req_to_token_pool
+    cache.admit("a", 8)
+    cache.prepare_states()
+    states.temporal_states(0)[table.state_of("a")] = 5
+    donated = table.donate("a", replace=False)
+    cache.release("a")
+    cache.admit("b", 4, cached_state=donated)
+    cache.admit("f", 4)  # its slot is cleared
+    with monkeypatch.context() as patch:
+        patch.setattr(states, "clear_slots", failing)
+        with pytest.raises(RuntimeError, match="the device is gone"):
+            cache.prepare_states()
+    states.temporal_states(0)[donated] = 9  # the slot that was read has another state by now
+    cache.prepare_states()
+    assert (states.temporal_states(0)[table.state_of("b")] == 5).all()
+    assert not states.temporal_states(0)[table.state_of("f")].any()
+
+
+def test_a_trim_that_fails_gives_nothing_back_and_can_be_tried_again(monkeypatch):
+    cache = cache_of("llama-3.1-8b", page_size=16)
+    allocator, table = cache.token_to_kv_pool_allocator, cache.req_to_token_pool
+    free = allocator.available_size()
+    cache.admit("a", 64)
+    for owner, name in ((table, "truncate"), (allocator, "free_rows")):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, failing)
+            with pytest.raises(RuntimeError, match="the device is gone"):
+                cache.trim(["a"], [10])
+        assert (int(table.lengths[table.row_of("a")]), allocator.available_size()) == (64, free - 64)
+    assert cache.trim(["a"], [10]) == 48
+    cache.admit("b", 48)
+    cache.release("b")
+    cache.release("a")
+    assert allocator.available_size() == free

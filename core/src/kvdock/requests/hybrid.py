@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Hashable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvdock.allocators.debug import held_states as named_states
 from kvdock.allocators.lengths import on_host, to_device, whole_count
@@ -13,8 +12,8 @@ from kvdock.errors import SlotError
 from kvdock.layout import REQUESTS, STATE, Buffer
 from kvdock.planned import Parts
 from kvdock.queries import RequestQuery
-from kvdock.requests.holdings import distinct
-from kvdock.requests.states import Donated, StateSlots, shown
+from kvdock.requests.holdings import distinct, once_each
+from kvdock.requests.states import Donated, DueStates, StateSlots, shown
 from kvdock.requests.table import ReqToTokenPool
 
 if TYPE_CHECKING:
@@ -24,12 +23,11 @@ MAX_TRACKS = 2
 """Columns of `track_slots`: one is written while the other is whole."""
 
 
-@dataclasses.dataclass(slots=True)
-class _Held:
+class _Held(NamedTuple):
     """State slots of a request; 0: it left its state to a prefix cache. Of two tracks, `active` is being written."""
 
     state: int = 0
-    tracks: list[int] = dataclasses.field(default_factory=list)
+    tracks: tuple[int, ...] = ()
     active: int = 0
 
     def all(self) -> list[int]:
@@ -42,8 +40,9 @@ class HybridReqToTokenPool(ReqToTokenPool):
     `row_to_state` ``[rows + 1]`` int32 and `track_slots` ``[rows + 1, 2]`` int64 are the device's view, indexed
     by row; a row without a request, or without a second track, holds 0, the padding slot. Admission is atomic:
     a request gets its row and all of its slots, or nothing changes. A slot is cleared on first use, not on
-    free: `take_fresh` names what was handed out, `take_copies` what is filled from another slot instead, and
-    `KVCache.prepare_states` does both before a forward pass. No call waits for the device.
+    free: `due_states` names what was handed out and what is filled from another slot instead, and
+    `KVCache.prepare_states` does both before a forward pass. No call waits for the device, and one that fails
+    half-way can be made again.
     """
 
     options = ReqToTokenPool.options | {"state_extra_buffer"}
@@ -58,9 +57,8 @@ class HybridReqToTokenPool(ReqToTokenPool):
         """Track slots that a request has from its admission on."""
         self.track_slots: torch.Tensor | None = tensors.rows("track_slots") if self.tracks_per_request else None
         self._held: dict[Hashable, _Held] = {}
-        self._fresh: dict[int, None] = {}
+        self._dues = [DueStates()]
         self._expected: set[int] = set()
-        self._copies: dict[int, int] = {}
         self._zero_maps()
 
     @classmethod
@@ -84,12 +82,17 @@ class HybridReqToTokenPool(ReqToTokenPool):
         owners = [request for request, count in missing.items() for _ in range(count)]
         if len(owners) > self.states.available_size():
             return None
+        new, before = self.without_row(requests), self.states.backup_state()
         rows = super().alloc(requests)
-        slots = None if rows is None else self.states.alloc(owners)
-        if slots is None:
+        if rows is None:
             return None
-        self._fresh.update(dict.fromkeys(slots))
-        self._hand_out({request: count for request, count in missing.items() if count}, slots)
+        try:
+            slots = self.states.alloc(owners) or []
+            self._change(self._with_slots({request: n for request, n in missing.items() if n}, slots), slots)
+        except BaseException:
+            self.states.restore_state(before)
+            self._take_back_rows(new)
+            raise
         return rows
 
     def free(self, request: Hashable) -> None:
@@ -122,6 +125,7 @@ class HybridReqToTokenPool(ReqToTokenPool):
 
     def states_of(self, requests: Sequence[Hashable]) -> torch.Tensor:
         """Return the state slots of requests ``[n]`` int64 on the device, from what the host knows."""
+        distinct(requests)
         return self._on_device([self.state_of(request) for request in requests])
 
     def tracks_of(self, requests: Sequence[Hashable]) -> torch.Tensor:
@@ -130,16 +134,16 @@ class HybridReqToTokenPool(ReqToTokenPool):
         Raises:
             SlotError: a request has no row, or no track slot.
         """
-        return self._on_device([held.tracks[held.active] for held in map(self._tracked, requests)])
+        return self._on_device([held.tracks[held.active] for held in self._all_tracked(requests).values()])
 
     def swap_tracks(self, requests: Sequence[Hashable]) -> None:
         """Let the other of two track slots be written from now on; a request with one goes on with it.
 
         Raises:
-            SlotError: a request has no row, or no track slot; nothing changes.
+            SlotError: a request has no row or no track slot, or is named twice; nothing changes.
         """
-        for held in [self._tracked(request) for request in requests]:
-            held.active = (held.active + 1) % len(held.tracks)
+        for request, held in self._all_tracked(once_each(requests)).items():
+            self._held[request] = held._replace(active=_other(held))
 
     def take_second_track(self, requests: Sequence[Hashable]) -> list[int] | None:
         """Return a second track slot of each request, taken now if it has one only; for lazy tracking.
@@ -149,23 +153,25 @@ class HybridReqToTokenPool(ReqToTokenPool):
         Raises:
             SlotError: a request has no row, or no track slot; nothing changes.
         """
-        holdings = {request: self._tracked(request) for request in requests}
+        holdings = self._all_tracked(requests)
         lacking = [request for request, held in holdings.items() if len(held.tracks) < MAX_TRACKS]
+        before = self.states.backup_state()
         slots = self.states.alloc(lacking)
         if slots is None:
             return None
-        self._fresh.update(dict.fromkeys(slots))
-        for request, slot in zip(lacking, slots, strict=True):
-            holdings[request].tracks.append(slot)
-        self._write_maps(lacking)
-        return [holdings[request].tracks[1 - holdings[request].active] for request in requests]
+        try:
+            self._change(self._with_slots(dict.fromkeys(lacking, 1), slots), slots)
+        except BaseException:
+            self.states.restore_state(before)
+            raise
+        return [held.tracks[_other(held)] for held in (self._held[request] for request in requests)]
 
     def donate(self, request: Hashable, replace: bool = True) -> int | None:
         """Pass a slot with the request's state to a prefix cache and return it; `free_states` gives it back.
 
         With track slots it is the one that is not being written (the only one, without a second); the request
         gets a fresh one, unless it has more than it began with. Without track slots it is a new slot to which
-        the state is copied (`take_copies`). With ``replace=False`` the request, which ends, gets nothing for
+        the state is copied (`due_states`). With ``replace=False`` the request, which ends, gets nothing for
         what it gives: its track, or without track slots its state. ``None``, and nothing changes, if a slot
         is needed and there is none.
 
@@ -178,19 +184,19 @@ class HybridReqToTokenPool(ReqToTokenPool):
         state = self.state_of(request)
         self._refuse_fresh(state)
         if not replace:
-            held.state = 0
-            self._pass_on(request, state)
+            self._pass_on(request, state, held._replace(state=0), [])
             return state
         slots = self.states.alloc([Donated(request)])
         if slots is None:
             return None
-        self._copies[slots[0]] = self._copies.get(state, state)
+        for due in self._dues:
+            due.fill(slots[0], state)
         return slots[0]
 
     def fork_state(self, request: Hashable, cached_slot: int) -> tuple[int, int]:
         """Let a request begin with the state of a prefix: return the slot that is copied, and its own.
 
-        `take_copies` lists the pair, and the request's slot is not fresh any more. `cached_slot` stays with
+        `due_states` lists the pair, and the request's slot is not fresh any more. `cached_slot` stays with
         its holder, who may free it at once.
 
         Raises:
@@ -206,10 +212,8 @@ class HybridReqToTokenPool(ReqToTokenPool):
             )
         self._refuse_fresh(cached_slot)
         # Copies happen together, reads first: what is still to be filled is read from where it is filled from.
-        source = self._copies.get(cached_slot, cached_slot)
-        self._copies[target] = source
-        self._fresh.pop(target, None)
-        return source, target
+        sources = [due.fill(target, cached_slot) for due in self._dues]
+        return (sources[0] if sources else cached_slot), target
 
     def expect_states(self, requests: Sequence[Hashable]) -> None:
         """Note that the states of requests arrive from elsewhere, such as a transfer: they are not cleared.
@@ -217,10 +221,10 @@ class HybridReqToTokenPool(ReqToTokenPool):
         Raises:
             SlotError: a request has no state; nothing changes.
         """
-        for slot in [self.state_of(request) for request in requests]:
-            self._fresh.pop(slot, None)
-            self._copies.pop(slot, None)
-            self._expected.add(slot)
+        slots = [self.state_of(request) for request in distinct(requests)]
+        for due in self._dues:
+            due.drop(slots)
+        self._expected.update(slots)
 
     def states_arrived(self, requests: Sequence[Hashable]) -> None:
         """Note that the states that `expect_states` named are there: they may be donated and forked.
@@ -228,7 +232,7 @@ class HybridReqToTokenPool(ReqToTokenPool):
         Raises:
             SlotError: a request has no state; nothing changes.
         """
-        self._expected.difference_update([self.state_of(request) for request in requests])
+        self._expected.difference_update([self.state_of(request) for request in distinct(requests)])
 
     def free_states(self, slots: Sequence[int] | torch.Tensor) -> None:
         """Give back state slots that requests donated to a prefix cache.
@@ -256,34 +260,24 @@ class HybridReqToTokenPool(ReqToTokenPool):
         """Return the requests that can still be admitted: with a row, a state and its track slots."""
         return min(super().available_size(), self.states.available_size() // (1 + self.tracks_per_request))
 
-    def take_fresh(self) -> list[int]:
-        """Return the live slots that were handed out since the last call and nothing fills: clear them before use."""
-        self._enter()
-        fresh = list(self._fresh)
-        self._fresh.clear()
-        return fresh
+    def due_states(self, pools: int = 1) -> list[DueStates]:
+        """Return what is to be done with live slots before their first use, for each of `pools` pools of states.
 
-    def take_copies(self) -> tuple[list[int], list[int]]:
-        """Return the slots to copy, and those to copy them to, since the last call; before `take_fresh` are cleared.
-
-        All of it is one copy whose reads come first: a source may be a target as well.
+        Whoever copied empties `copies`, whoever cleared after that `fresh`: each pool has lists of its own, so
+        that what failed in one is not done twice in another. Name the same number of pools each time.
         """
         self._enter()
-        targets, sources = list(self._copies), list(self._copies.values())
-        self._copies.clear()
-        return sources, targets
-
-    def still_due(self, sources: Sequence[int], targets: Sequence[int], fresh: Sequence[int]) -> None:
-        """Put back what `take_copies` and `take_fresh` returned, because it was not done."""
-        self._copies.update(zip(targets, sources, strict=True))
-        self._fresh.update(dict.fromkeys(fresh))
+        first = self._dues[0] if self._dues else DueStates()
+        self._dues[pools:] = [first.copy() for _ in range(pools - len(self._dues))]
+        return self._dues
 
     def clear(self) -> None:
         """Give back every row and every state slot, those of a prefix cache as well."""
         super().clear()
         self.states.clear()
-        for book in (self._held, self._fresh, self._copies, self._expected):
+        for book in (self._held, self._expected):
             book.clear()
+        self._dues = [DueStates() for _ in self._dues]
         self._zero_maps()
 
     def check(self, held_states: Iterable[int] | None = None) -> None:
@@ -313,39 +307,48 @@ class HybridReqToTokenPool(ReqToTokenPool):
         held = self._held.get(request, _Held())
         return (not held.state) + max(0, self.tracks_per_request - len(held.tracks))
 
-    def _hand_out(self, missing: dict[Hashable, int], slots: list[int]) -> None:
-        taken = iter(slots)
+    def _with_slots(self, missing: Mapping[Hashable, int], slots: Sequence[int]) -> dict[Hashable, _Held]:
+        """Return what requests hold with so many of `slots` each: the state first, where that is missing."""
+        taken, found = iter(slots), {}
         for request, count in missing.items():
-            held = self._held.setdefault(request, _Held())
+            held = self._held.get(request, _Held())
             own = [next(taken) for _ in range(count)]
-            if not held.state:
-                held.state = own.pop(0)
-            held.tracks += own
-        self._write_maps(list(missing))
+            state = held.state or own.pop(0)
+            found[request] = held._replace(state=state, tracks=(*held.tracks, *own))
+        return found
+
+    def _change(self, holdings: Mapping[Hashable, _Held], fresh: Sequence[int]) -> None:
+        """Let requests hold this, `fresh` slots among it; the maps come first, so a call that fails changed nothing."""
+        self._write_maps(holdings)
+        self._held.update(holdings)
+        for due in self._dues:
+            due.fresh.update(dict.fromkeys(fresh))
 
     def _donate_track(self, request: Hashable, held: _Held, replace: bool) -> int | None:
-        place = (held.active + 1) % len(held.tracks)
+        place = _other(held)
         slot = held.tracks[place]
         self._refuse_fresh(slot)
         spares = replace and len(held.tracks) <= self.tracks_per_request
+        before = self.states.backup_state()
         fresh = self.states.alloc([request]) if spares else []
         if fresh is None:
             return None
-        self._fresh.update(dict.fromkeys(fresh))
-        held.tracks[place : place + 1] = fresh
-        if not fresh:
-            held.active = 0
-        self._pass_on(request, slot)
+        tracks = (*held.tracks[:place], *fresh, *held.tracks[place + 1 :])
+        try:
+            self._pass_on(request, slot, held._replace(tracks=tracks, active=held.active if fresh else 0), fresh)
+        except BaseException:
+            self.states.restore_state(before)
+            raise
         return slot
 
-    def _pass_on(self, request: Hashable, slot: int) -> None:
+    def _pass_on(self, request: Hashable, slot: int, left: _Held, fresh: Sequence[int]) -> None:
+        self._change({request: left}, fresh)
         self.states.pass_on([slot], Donated(request))
-        self._write_maps([request])
 
     def _refuse_fresh(self, slot: int) -> None:
         if slot in self._expected:
             raise SlotError(f"what state slot {slot} waits for has not arrived yet; nothing was changed")
-        if slot in self._fresh:
+        if any(slot in due.fresh for due in self._dues):
             raise SlotError(
                 f"nothing was written to state slot {slot} yet: it was handed out since the last forward pass "
                 "(prepare_states); nothing was changed"
@@ -353,10 +356,9 @@ class HybridReqToTokenPool(ReqToTokenPool):
 
     def _give(self, slots: list[int]) -> None:
         self.states.free(slots)
-        for slot in slots:
-            self._fresh.pop(slot, None)
-            self._copies.pop(slot, None)
-            self._expected.discard(slot)
+        for due in self._dues:
+            due.drop(slots)
+        self._expected.difference_update(slots)
 
     def _of(self, request: Hashable) -> _Held:
         self._enter()
@@ -372,16 +374,21 @@ class HybridReqToTokenPool(ReqToTokenPool):
             raise SlotError(f"request {request!r} has no track slot ({why}); nothing was changed")
         return held
 
-    def _write_maps(self, requests: Sequence[Hashable]) -> None:
-        """Write the slots of requests to the device's maps, one scatter a map."""
-        if not requests:
+    def _all_tracked(self, requests: Iterable[Hashable]) -> dict[Hashable, _Held]:
+        return {request: self._tracked(request) for request in distinct(requests)}
+
+    def _write_maps(self, holdings: Mapping[Hashable, _Held]) -> None:
+        """Write the slots that requests hold to the device's maps, one scatter a map."""
+        if not holdings:
             return
-        rows = self._on_device([self._rows[request] for request in requests])
-        holdings = [self._held[request] for request in requests]
-        self.row_to_state.index_copy_(0, rows, self._on_device([h.state for h in holdings]).to(self.row_to_state.dtype))
-        if self.track_slots is not None:
-            padded = [slot for h in holdings for slot in (*h.tracks, 0, 0)[:MAX_TRACKS]]
-            self.track_slots.index_copy_(0, rows, self._on_device(padded).view(-1, MAX_TRACKS))
+        rows = self._on_device([self._rows[request] for request in holdings])
+        states = self._on_device([held.state for held in holdings.values()]).to(self.row_to_state.dtype)
+        padded = [slot for held in holdings.values() for slot in (*held.tracks, 0, 0)[:MAX_TRACKS]]
+        tracks = None if self.track_slots is None else self._on_device(padded).view(-1, MAX_TRACKS)
+        # All that can run out of memory is done.
+        self.row_to_state.index_copy_(0, rows, states)
+        if self.track_slots is not None and tracks is not None:
+            self.track_slots.index_copy_(0, rows, tracks)
 
     def _on_device(self, numbers: Sequence[int]) -> torch.Tensor:
         import numpy as np
@@ -392,3 +399,8 @@ class HybridReqToTokenPool(ReqToTokenPool):
         self.row_to_state.zero_()
         if self.track_slots is not None:
             self.track_slots.zero_()
+
+
+def _other(held: _Held) -> int:
+    """Return the place of the track that is not being written, or of the only one."""
+    return (held.active + 1) % len(held.tracks)

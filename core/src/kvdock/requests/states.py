@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvdock.allocators.debug import ThreadGuard
+from kvdock.allocators.lengths import whole_count
 from kvdock.allocators.ring import Journal
 from kvdock.errors import BuildError, SlotError
 
@@ -19,6 +21,36 @@ class Donated(NamedTuple):
     """The owner of a slot that a request left to a prefix cache."""
 
     request: Hashable
+
+
+@dataclasses.dataclass(slots=True)
+class DueStates:
+    """What is to be done with state slots before their first use, in one pool: the copies, and then the clears.
+
+    Whoever did a part empties it (`dict.clear`); what failed stays due.
+    """
+
+    copies: dict[int, int] = dataclasses.field(default_factory=dict)
+    """Source of each target. All of it is one copy whose reads come first: a source may be a target as well."""
+    fresh: dict[int, None] = dataclasses.field(default_factory=dict)
+    """Slots that were handed out and that nothing fills."""
+
+    def fill(self, target: int, source: int) -> int:
+        """Note that a slot is filled from another, and return which: what is still to be filled, from where that is."""
+        source = self.copies.get(source, source)
+        self.copies[target] = source
+        self.fresh.pop(target, None)
+        return source
+
+    def drop(self, slots: Sequence[int]) -> None:
+        """Note that nothing is to be done with slots: they went back, or are filled from elsewhere."""
+        for slot in slots:
+            self.copies.pop(slot, None)
+            self.fresh.pop(slot, None)
+
+    def copy(self) -> DueStates:
+        """Return the same for another pool."""
+        return DueStates(dict(self.copies), dict(self.fresh))
 
 
 class StateSlots:
@@ -122,6 +154,7 @@ class StateSlots:
             SlotError: slots are live, or the size is not from 1 to what was allocated; nothing changes.
         """
         self._enter()
+        size = whole_count(size, f"{self.name}: size")
         if self._owners:
             raise SlotError(f"{self.name}: {len(self._owners)} slots are live; free them before a resize")
         if not 1 <= size <= len(self._ring):
