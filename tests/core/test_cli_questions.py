@@ -1,5 +1,6 @@
 """Questions on the command line: answers for people, as JSON and as Markdown, and what is refused by name."""
 
+import importlib.util
 import itertools
 import json
 import os
@@ -291,7 +292,8 @@ def test_a_size_for_each_rank_is_refused_where_one_is_planned(config):
     )
     assert "is no memory at all" in refusal("plan", config, "--memory", "1GiB,0", "--tp", 2, "--ranks")
     assert "is no size" in refusal("plan", config, "--memory", "1GiB,", "--tp", 2, "--ranks")
-    assert "one rank is planned" in refusal("run", config, "--memory", "1GiB,2GiB")
+    if importlib.util.find_spec("torch"):
+        assert "one rank is planned" in refusal("run", config, "--memory", "1GiB,2GiB")
 
 
 def test_memory_that_is_compared_beside_a_device_is_refused(config):

@@ -150,6 +150,11 @@ def test_a_cache_that_keeps_no_kv_has_the_tokens_of_the_one_that_it_replaces():
     assert without.groups[0].pool_cls.name == "NoOpPool"
     kv = sum(buffer.nbytes for buffer in with_kv.groups[0].buffers)
     assert with_kv.total_bytes - without.total_bytes == kv - 2  # a placeholder of one element in 16 bits stays
+
+
+def test_a_cache_that_keeps_no_kv_takes_what_was_planned():
+    pytest.importorskip("torch")
+    without = plan([mha()] * 4, options=PREFILL_ONLY, context=4096)
     assert kvdock.build(without).allocated_bytes() == without.total_bytes
 
 

@@ -56,7 +56,7 @@ class HoldsStates(Protocol):
     def fork_state(self, request: Hashable, cached_slot: int) -> tuple[int, int]:
         """Let a request begin with the state of another slot."""
 
-    def due_states(self, pools: int = 1) -> list[DueStates]:
+    def due_states(self, pools: int | None = None) -> list[DueStates]:
         """Return what is to be done with the slots in each of `pools` pools; empty a part of it when it was done."""
 
     def check(self, held_states: Iterable[int] | None = None) -> None:

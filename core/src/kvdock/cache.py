@@ -12,7 +12,7 @@ from kvdock.allocators.window import swa_tail_start
 from kvdock.errors import BuildError, SlotError
 from kvdock.layout import TARGET
 from kvdock.pools.storage import Tensors, unique_storages
-from kvdock.requests.holdings import Holdings, Span
+from kvdock.requests.holdings import Holdings, Span, columns
 
 if TYPE_CHECKING:
     import torch
@@ -56,7 +56,6 @@ class KVCache:
         self._page_size = 1 if allocator is None else allocator.page_size
         self._holdings = Holdings(req_to_token_pool, self._page_size, self._slides_whole)
         self._states = req_to_token_pool if isinstance(req_to_token_pool, HoldsStates) else None
-        self._due: list[tuple[KeepsStates, str, tuple[list[int], ...]]] = []
         self._state_pools = [pool for pool in pools.values() if isinstance(pool, KeepsStates)]
 
     @property
@@ -142,19 +141,13 @@ class KVCache:
         """Make the state slots ready that were handed out since the last call; before each forward pass.
 
         Copies what begins with another's state (`admit`, `fork_state`, `donate`), then clears every other fresh
-        slot: at most one call of each in every pool of states, and no wait. Nothing to do without states.
+        slot: at most one call of each in every pool of states, and no wait. Nothing to do without states. After
+        any error a second call does what is left, and nothing twice.
         """
         if self._states is None:
             return
-        (sources, targets), fresh = self._states.take_copies(), self._states.take_fresh()
-        if targets:
-            self._due += [(pool, "copy_slots", (sources, targets)) for pool in self._state_pools]
-        if fresh:
-            self._due += [(pool, "clear_slots", (fresh,)) for pool in self._state_pools]
-        while self._due:  # what fails stays due, and what was done is not done again: a source may be a target too
-            pool, work, slots = self._due[0]
-            getattr(pool, work)(*map(self._on_device, slots))
-            del self._due[0]
+        for pool, due in zip(self._state_pools, self._states.due_states(len(self._state_pools)), strict=True):
+            due.make_ready(pool, self._on_device)
 
     def hold_prefix(self, request: Hashable, borrowed: int = 0, evicted: int = 0) -> None:
         """Say what of a request's first tokens is not its own, after they were written to its row.
@@ -166,7 +159,8 @@ class KVCache:
 
         Raises:
             SlotError: the request has no row or did not write as much, or `borrowed` is no whole number of
-                pages; with debug, slots of the prefix are not live. Nothing changes.
+                pages; with debug, slots of the prefix are not live, or some that were evicted still are. Nothing
+                changes.
         """
         if self._debug:
             self._check_held(request, borrowed, evicted)
@@ -194,7 +188,7 @@ class KVCache:
             self._holdings.check_sole(spans)
             self._holdings.check_lent(spans, dict(zip(requests, ends, strict=True)))
         if spans:
-            self._free_left(*_columns(spans))
+            self._free_left(*columns(spans))
             self._holdings.evict(spans)
         if self._debug:
             self._holdings.leave(requests, ends)
@@ -221,7 +215,8 @@ class KVCache:
 
         Raises:
             SlotError: a request has no row or is named twice, a length is not from 0 to what it wrote, or
-                what would be given back was evicted or is another's; with debug, another borrows it. Nothing changes.
+                what would be given back was evicted or is another's; with debug, another borrows it. Nothing changes,
+                and after any other error the call can be made again.
         """
         self._holdings.check_truncate(requests, lengths)
         spans = self._holdings.tails(requests, lengths)
@@ -229,13 +224,13 @@ class KVCache:
             self._check_given(spans)
         table = self.req_to_token_pool
         before = {row: int(table.lengths[row]) for row in map(table.row_of, requests) if row is not None}
-        table.truncate(requests, lengths)  # before the slots go back: they are others' from then on
-        if self._allocator is not None and spans:
-            try:
-                self._allocator.free_rows(table.req_to_token, *_columns(spans))
-            except BaseException:
-                table.lengths[list(before)] = list(before.values())
-                raise
+        try:
+            table.truncate(requests, lengths)  # before the slots go back: they are others' from then on
+            if self._allocator is not None and spans:
+                self._allocator.free_rows(table.req_to_token, *columns(spans))
+        except BaseException:
+            table.lengths[list(before)] = list(before.values())
+            raise
         return sum(self._holdings.slots_in(span) for span in spans)
 
     def release(self, request: Hashable, kept: int = 0) -> None:
@@ -247,7 +242,8 @@ class KVCache:
         Raises:
             SlotError: `kept` is not from 0 to what the request wrote or no whole number of pages, or slots
                 are freed that are not live or another's; with debug, another borrows them. The request keeps its
-                row. After any error a second call frees what is left, and nothing twice.
+                row. After any error a second call frees what is left, and nothing twice; what the first was told to
+                keep stays kept, unless it refused and nothing changed.
         """
         table = self.req_to_token_pool
         row = table.row_of(request)
@@ -255,17 +251,17 @@ class KVCache:
             return
         self._holdings.check_tokens(request, "kept", kept)
         self._holdings.check_pages(request, "kept", kept)
-        start = max(kept, self._holdings.owned_from(self._holdings.of(request)))
+        start = max(int(kept), self._holdings.owned_from(self._holdings.of(request)))
         span = Span(request, row, start, int(table.lengths[row]))
-        if self._allocator is not None and span.end > span.start:
-            self._free_tokens(self._allocator, span)
+        self._free_tokens(span)
         try:
             if isinstance(self._allocator, KeepsTiers):
                 self._allocator.release(request)
             table.free(request)
         except BaseException:
             if table.row_of(request) is not None:
-                table.truncate([request], [span.start])  # its tokens went back, so a second call frees the rest alone
+                self._holdings.hold(request, start, 0)
+                table.truncate([request], [start])  # its tokens went back, so a second call frees the rest alone
             raise
         self._holdings.forget(request)
 
@@ -318,7 +314,6 @@ class KVCache:
             raise SlotError(f"{len(live)} requests were not released: {named}; release each when it ends")
 
     def _give_back_all(self) -> None:
-        self._due.clear()
         self.req_to_token_pool.clear()
         if self._allocator is not None:
             self._allocator.clear()
@@ -374,6 +369,8 @@ class KVCache:
         self._holdings.check_tokens(request, "evicted", evicted)
         prefix = self.req_to_token_pool.req_to_token[holding.row, : int(borrowed)]
         self._check_live(request, prefix, max(holding.evicted, int(evicted)))
+        if self._gives_early and self._allocator is not None:
+            self._allocator.verify_gone(self._holdings.gone_slots(request, int(borrowed), int(evicted)), request)
 
     def _check_given(self, spans: Sequence[Span]) -> None:
         """Verify that nobody else owns or borrows what is given back; slow, for debug mode."""
@@ -443,21 +440,22 @@ class KVCache:
             firsts, lasts = ([token // page_size * page_size for token in tokens] for tokens in (starts, ends))
             self._allocator.free_rows(table, rows, firsts, lasts)
 
-    def _free_tokens(self, allocator: Allocator, span: Span) -> None:
+    def _free_tokens(self, span: Span) -> None:
+        """Give back the slots of tokens; after an error that is no refusal, those before them stay with others."""
+        if self._allocator is None or span.end <= span.start:
+            return
         if self._debug:
             self._check_given([span])
         table = self.req_to_token_pool.req_to_token
         begin = max(span.start, self._holdings.of(span.request).evicted)
-        if isinstance(allocator, Evicts):
-            allocator.free_rows(table, [span.row], [span.start], [span.end], swa_starts=[begin])
-        elif isinstance(allocator, KeepsTiers):
-            allocator.free_rows(table, [span.row], [span.start], [span.end], device_starts=[begin])
-        else:
-            allocator.free_rows(table, [span.row], [span.start], [span.end])
-
-
-def _columns(spans: Sequence[Span]) -> tuple[list[int], list[int], list[int]]:
-    return [span.row for span in spans], [span.start for span in spans], [span.end for span in spans]
+        sides = (Evicts, "swa_starts"), (KeepsTiers, "device_starts")
+        begins = {name: [begin] for kind, name in sides if isinstance(self._allocator, kind)}
+        try:
+            self._allocator.free_rows(table, [span.row], [span.start], [span.end], **begins)
+        except BaseException as error:
+            if not isinstance(error, SlotError):
+                self._holdings.hold(span.request, span.start, 0)
+            raise
 
 
 def _length_of(prefix: torch.Tensor) -> int:

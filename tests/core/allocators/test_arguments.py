@@ -8,6 +8,8 @@ from kvdock.errors import SlotError
 
 torch = pytest.importorskip("torch")
 
+from kvdock.allocators import SortedAllocator  # noqa: E402
+
 
 def slots(*values):
     return torch.tensor(values, dtype=torch.int64)
@@ -215,3 +217,165 @@ def test_what_is_held_is_named_by_slot_or_page_and_once(make, kind, debug):
     ):
         with pytest.raises(SlotError, match=message):
             allocator.check(wrong)
+
+
+def all_of(make, debug=False):
+    """Return one allocator of each class with pages of 4 tokens, and those of one token."""
+    found = {name: made(make, name, 4, debug) for name in ("single", "swa", "pure")}
+    found["sorted"] = make.single(32, 4, debug=debug, cls=SortedAllocator)
+    found["token"] = make.single(32, debug=debug)
+    found["sorted token"] = make.single(32, debug=debug, cls=SortedAllocator)
+    return found
+
+
+def sizes_of(allocator):
+    """Return the size and the free slots, both ints."""
+    free = allocator.available_size()
+    assert type(free) is type(allocator.size) is int
+    return allocator.size, free
+
+
+@pytest.mark.parametrize("size", [16.0, torch.tensor(16.0), "16", None, [16], torch.tensor([16]), True, float("nan")])
+def test_a_size_is_one_whole_number(make, size):
+    for allocator in all_of(make).values():
+        space = getattr(allocator, "space", "full")
+        before = sizes_of(allocator)
+        with pytest.raises(SlotError, match=f"the size of '{space}' (holds .* no whole numbers|is .*; give one whole)"):
+            allocator.resize({space: size})
+        with pytest.raises(SlotError, match="is no mapping from spaces to slots"):
+            allocator.resize(size)
+        with pytest.raises(SlotError, match="resize names"):
+            allocator.resize({space: 16, None: 4, "zz": 4})
+        assert sizes_of(allocator) == before
+        allocator.resize({space: torch.tensor(16)})
+        assert allocator.size == 16
+        assert sizes_of(allocator)[0] == 16
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_an_open_group_is_not_dropped_by_a_resize(make, debug):
+    for allocator in all_of(make, debug).values():
+        held, before = allocator.alloc(8), sizes_of(allocator)
+        allocator.free_group_begin()
+        allocator.free(held)
+        with pytest.raises(SlotError, match="a free group is open; end it before a resize"):
+            allocator.resize({})
+        allocator.free_group_end()
+        assert sizes_of(allocator) == (before[0], before[1] + 8)
+        allocator.check(slots())
+        allocator.resize({})
+
+
+@pytest.mark.parametrize("count", [5.0, torch.tensor(5.0), "5", None, [5], torch.tensor([5])])
+def test_a_number_of_new_tokens_is_one_whole_number(make, count):
+    for allocator in all_of(make).values():
+        before = sizes_of(allocator)
+        with pytest.raises(SlotError, match=r"extend_num_tokens (holds .* no whole numbers|is .*; give one whole)"):
+            allocator.alloc_extend(slots(0), [0], slots(5), [5], slots(-1), count)
+        assert sizes_of(allocator) == before
+
+
+def test_a_number_of_new_tokens_that_is_a_tensor_counts_as_one(make):
+    for allocator in all_of(make).values():
+        before, state = sizes_of(allocator), allocator.backup_state()
+        found = allocator.alloc_extend(slots(0), [0], slots(8), [8], slots(-1), torch.tensor(8))
+        assert found.tolist() == list(range(allocator.page_size, allocator.page_size + 8))
+        assert sizes_of(allocator) == (before[0], before[1] - 8)
+        allocator.restore_state(state)
+        assert sizes_of(allocator) == before
+
+
+@pytest.mark.parametrize("length", [0, -1, -(2**63), 1 - 2**63, 2**40 + 1, 2**63 - 1])
+def test_a_decode_of_no_length_that_can_be_takes_nothing(make, length):
+    for allocator in all_of(make).values():
+        before = sizes_of(allocator)
+        message = f"at least 1, not {length}" if length < 1 else f"has {length} tokens; none"
+        with pytest.raises(SlotError, match=message):
+            allocator.alloc_decode(slots(3, length), [3, length], slots(5, -1))
+        assert sizes_of(allocator) == before
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_pages_come_in_one_dimension(make, debug):
+    for allocator in all_of(make, debug).values():
+        held = allocator.alloc(8)
+        before = sizes_of(allocator)
+        calls = [allocator.free_pages, allocator.verify_pages]
+        calls += [allocator.free_swa_pages] if hasattr(allocator, "free_swa_pages") else []
+        for call in calls:
+            for pages in (slots(1, 2).view(1, 2), torch.tensor(1)):
+                with pytest.raises(SlotError, match=re.escape(f"pages has the shape {list(pages.shape)}")):
+                    call(pages)
+        with pytest.raises(SlotError, match="slots is a list"):
+            allocator.free(held.tolist())
+        assert sizes_of(allocator) == before
+        allocator.check(held)
+
+
+@pytest.mark.parametrize("table", [torch.ones(2, 16), torch.ones(16, dtype=torch.int32)])
+def test_rows_are_freed_from_a_table_of_whole_numbers(make, table):
+    for allocator in all_of(make).values():
+        held = allocator.alloc(8)
+        calls = [allocator.free_rows, *([allocator.free_swa_rows] if hasattr(allocator, "free_swa_rows") else [])]
+        for call in calls:
+            with pytest.raises(SlotError, match=r"table is of type torch.float32|the table has the shape \[16\]"):
+                call(table, [0], [0], [4])
+        allocator.check(held)
+
+
+@pytest.mark.parametrize("pages", [1.5, "2", None, [2]])
+def test_a_number_of_pages_is_one_whole_number(make, pages):
+    for allocator in all_of(make).values():
+        before = sizes_of(allocator)
+        for call in (allocator.shortfall, allocator.alloc_pages):
+            with pytest.raises(SlotError, match=r"(pages|count) (holds .* no whole numbers|is \[2\]; give one whole)"):
+                call(pages)
+        assert sizes_of(allocator) == before
+
+
+def test_a_state_of_one_part_is_no_state_of_the_whole(make):
+    allocator = make.swa(32, 32, 4)
+    state = allocator.backup_state()
+    allocator.alloc(8)
+    with pytest.raises(SlotError, match="this state was not made by this allocator"):
+        allocator.restore_state(state.mark)
+    assert (allocator.full_available_size(), allocator.swa_available_size()) == (24, 24)
+    allocator.restore_state(state)
+    assert (allocator.full_available_size(), allocator.swa_available_size()) == (32, 32)
+
+
+@pytest.mark.parametrize("call", ["free_group_end", "restore_state"])
+def test_another_thread_leaves_a_group_and_a_state_as_they_are(make, call):
+    allocator = make.swa(32, 32, 4, debug=True)
+    held = allocator.alloc(8)
+    if call == "free_group_end":
+        allocator.free_group_begin()
+        allocator.free(held)
+    given = [allocator.backup_state()] if call == "restore_state" else []
+    more = allocator.alloc(4)
+    refused = []
+
+    def from_another_thread():
+        try:
+            getattr(allocator, call)(*given)
+        except SlotError as error:
+            refused.append(str(error))
+
+    thread = threading.Thread(target=from_another_thread)
+    thread.start()
+    thread.join()
+    assert "nothing locks" in refused[0]
+    allocator.check(torch.cat((held, more)))
+    getattr(allocator, call)(*given)
+    allocator.check(more if call == "free_group_end" else held)
+
+
+def test_any_thread_may_ask_how_many_pages_lengths_need(make):
+    """It reads nothing of the allocator."""
+    allocator = make.single(32, 4, debug=True)
+    allocator.alloc(4)
+    found = []
+    thread = threading.Thread(target=lambda: found.append(allocator.pages_needed([0], [9])))
+    thread.start()
+    thread.join()
+    assert found == [3]

@@ -157,7 +157,7 @@ def test_a_prefix_of_all_tokens_takes_no_slot(make_cache):
 def test_admission_never_waits(make_cache):
     cache = make_cache("hybrid", debug=False, device="meta", **TRACKED)
     slots = cache.admit("a", 8)
-    cache.req_to_token_pool.take_fresh()
+    cache.req_to_token_pool.due_states()[0].fresh.clear()
     cached = cache.req_to_token_pool.donate("a")
     assert cache.admit("b", 13, prefix=slots, cached_state=cached).shape == (5,)
     assert cache.trim(["a"], [2]) == 4
@@ -365,7 +365,8 @@ def test_a_trim_that_cannot_be_changes_nothing(make_cache, requests, lengths, me
     cache = make_cache("sliding")
     cache.admit("a", 30)
     cache.admit("b", 30)
-    cache.hold_prefix("b", borrowed=8, evicted=20)
+    cache.hold_prefix("b", borrowed=8)
+    cache.evict(["b"], [20])
     before = free(cache)
     with pytest.raises(SlotError, match=message):
         cache.trim(requests, lengths)

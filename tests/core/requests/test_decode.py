@@ -146,7 +146,7 @@ def test_both_have_rows_and_states_for_all(make_pool):
     assert pool.alloc(["c", "d", "e"], arriving=True) == [3, 4, 5]
     assert pool.available_states() == 0
     assert pool.row_to_state.tolist() == [0, 1, 4, 7, 10, 13]
-    assert pool.take_fresh() == [1, 2, 3, 4, 5, 6, 8, 9, 11, 12, 14, 15]
+    assert list(pool.due_states()[0].fresh) == [1, 2, 3, 4, 5, 6, 8, 9, 11, 12, 14, 15]
     assert pool.alloc(["f"], arriving=True) is None
     pool.free("b")
     assert pool.start(["d"]) == [4]

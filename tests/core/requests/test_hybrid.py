@@ -18,6 +18,22 @@ def make_hybrid(make_pool):
     return lambda *sizes, **options: make_pool(HybridReqToTokenPool, *sizes, **options)
 
 
+def take_fresh(pool):
+    """Return the slots that are to be cleared, as if they were now."""
+    (due,) = pool.due_states()
+    fresh = list(due.fresh)
+    due.fresh.clear()
+    return fresh
+
+
+def take_copies(pool):
+    """Return sources and targets of the copies that are due, as if they were done now."""
+    (due,) = pool.due_states()
+    targets, sources = list(due.copies), list(due.copies.values())
+    due.copies.clear()
+    return sources, targets
+
+
 def maps(pool):
     tracks = None if pool.track_slots is None else pool.track_slots.tolist()
     return pool.row_to_state.tolist(), tracks
@@ -66,7 +82,7 @@ def test_padding_is_never_handed_out(make_hybrid, options, each):
     pool = make_hybrid(3, 3 * each, **options)
     for _ in range(2):
         assert pool.alloc(["a", "b", "c"]) == [1, 2, 3]
-        assert sorted(pool.take_fresh()) == list(range(1, 3 * each + 1))
+        assert sorted(take_fresh(pool)) == list(range(1, 3 * each + 1))
         assert (pool.available_size(), pool.available_states()) == (0, 0)
         assert [pool.row_to_state[0], int(pool.row_to_state.ne(0).sum())] == [0, 3]
         pool.clear()
@@ -79,7 +95,7 @@ def test_an_admission_takes_all_or_nothing(make_hybrid):
     pool = make_hybrid(4, 5, **ON)
     assert pool.states_needed(["a", "b"]) == 6
     assert pool.alloc(["a", "b"]) is None
-    assert (pool.row_of("a"), pool.available_states(), pool.take_fresh(), maps(pool)[0]) == (None, 5, [], [0] * 5)
+    assert (pool.row_of("a"), pool.available_states(), take_fresh(pool), maps(pool)[0]) == (None, 5, [], [0] * 5)
     assert pool.alloc(["a"]) == [1]
     assert pool.available_size() == 0
     assert pool.alloc(["a", "b"]) is None
@@ -91,7 +107,7 @@ def test_without_a_row_no_state_is_taken(make_hybrid):
     pool = make_hybrid(1, 8, **CACHE_OFF)
     pool.alloc(["a"])
     assert pool.alloc(["b"]) is None
-    assert (pool.available_states(), pool.take_fresh()) == (7, [1])
+    assert (pool.available_states(), take_fresh(pool)) == (7, [1])
 
 
 def test_a_request_keeps_what_it_has(make_hybrid):
@@ -137,7 +153,7 @@ def test_one_track_is_its_own_other(make_hybrid):
 def test_a_track_passes_to_the_prefix_cache_and_is_replaced(make_hybrid):
     pool = make_hybrid(4, 8, **ON)
     pool.alloc(["a"])
-    pool.take_fresh()
+    take_fresh(pool)
     pool.swap_tracks(["a"])
     assert pool.donate("a") == 2
     assert maps(pool)[1][1] == [4, 3]
@@ -157,10 +173,10 @@ def test_a_donation_without_a_fresh_slot_changes_nothing(make_hybrid, options):
     each = {"on": 3, "lazy": 2}.get(options.get("state_extra_buffer"), 1) - (options == SINGLE)
     pool = make_hybrid(4, each, **options)
     pool.alloc(["a"])
-    pool.take_fresh()
+    take_fresh(pool)
     before = maps(pool)
     assert pool.donate("a") is None
-    assert (maps(pool), pool.take_copies()) == (before, ([], []))
+    assert (maps(pool), take_copies(pool)) == (before, ([], []))
     pool.check(held_states=[])
     given = pool.donate("a", replace=False)
     assert given == each
@@ -171,14 +187,14 @@ def test_a_donation_without_a_fresh_slot_changes_nothing(make_hybrid, options):
 def test_a_lazy_second_track_goes_back_with_the_donation(make_hybrid):
     pool = make_hybrid(2, 4, **LAZY)
     pool.alloc(["a", "b"])
-    pool.take_fresh()
+    take_fresh(pool)
     assert maps(pool)[1][1:] == [[2, 0], [4, 0]]
     assert pool.take_second_track(["a", "b"]) is None
     assert maps(pool)[1][1:] == [[2, 0], [4, 0]]
     pool.free("b")
     assert pool.take_second_track(["a"]) == [3]
     assert pool.take_second_track(["a"]) == [3]
-    assert pool.take_fresh() == [3]
+    assert take_fresh(pool) == [3]
     pool.swap_tracks(["a"])
     assert pool.donate("a") == 2
     assert maps(pool)[1][1] == [3, 0]
@@ -189,9 +205,9 @@ def test_a_lazy_second_track_goes_back_with_the_donation(make_hybrid):
 def test_without_tracks_a_snapshot_is_donated(make_hybrid):
     pool = make_hybrid(4, 4)
     pool.alloc(["a"])
-    pool.take_fresh()
+    take_fresh(pool)
     assert pool.donate("a") == 2
-    assert (pool.take_copies(), pool.take_fresh()) == (([1], [2]), [])
+    assert (take_copies(pool), take_fresh(pool)) == (([1], [2]), [])
     assert pool.state_of("a") == 1
     assert pool.donate("a", replace=False) == 1
     assert maps(pool)[0] == [0] * 5
@@ -199,7 +215,7 @@ def test_without_tracks_a_snapshot_is_donated(make_hybrid):
         pool.state_of("a")
     pool.check(held_states=[1, 2])
     assert pool.alloc(["a"]) == [1]
-    assert (pool.state_of("a"), pool.take_fresh()) == (3, [3])
+    assert (pool.state_of("a"), take_fresh(pool)) == (3, [3])
     pool.free("a")
     pool.free_states(torch.tensor([1, 2]))
     pool.check(held_states=[])
@@ -235,7 +251,7 @@ def test_a_track_that_does_not_exist_is_refused(make_hybrid):
 def test_only_what_was_donated_is_freed_by_slot(make_hybrid, freed, message):
     pool = make_hybrid(4, 8, **SINGLE)
     pool.alloc(["a", "b"])
-    pool.take_fresh()
+    take_fresh(pool)
     assert pool.donate("a") == 2
     with pytest.raises(SlotError, match=message):
         pool.free_states(freed)
@@ -247,27 +263,27 @@ def test_fresh_slots_are_named_once_and_not_after_they_went_back(make_hybrid):
     pool = make_hybrid(9, 8, **CACHE_OFF)
     pool.alloc(["a", "b", "c"])
     pool.free("b")
-    assert pool.take_fresh() == [1, 3]
-    assert pool.take_fresh() == []
+    assert take_fresh(pool) == [1, 3]
+    assert take_fresh(pool) == []
     pool.free("a")
     pool.alloc([*"defghi"])
-    assert pool.take_fresh() == [4, 5, 6, 7, 8, 2]
+    assert take_fresh(pool) == [4, 5, 6, 7, 8, 2]
     pool.alloc(["h", "j"])
-    assert pool.take_fresh() == [1]
+    assert take_fresh(pool) == [1]
     pool.clear()
     pool.alloc(["a"])
-    assert pool.take_fresh() == [1]
+    assert take_fresh(pool) == [1]
 
 
 def test_a_fork_is_copied_instead_of_cleared(make_hybrid):
     pool = make_hybrid(4, 8, **SINGLE)
     pool.alloc(["a"])
-    pool.take_fresh()
+    take_fresh(pool)
     cached = pool.donate("a")
     pool.alloc(["b"])
     assert pool.fork_state("b", cached) == (2, 4)
-    assert pool.take_copies() == ([2], [4])
-    assert sorted(pool.take_fresh()) == [3, 5]
+    assert take_copies(pool) == ([2], [4])
+    assert sorted(take_fresh(pool)) == [3, 5]
     assert pool.states.owner_of(cached).request == "a"
     pool.check(held_states=[cached])
 
@@ -276,14 +292,14 @@ def test_copies_read_before_they_write(make_hybrid):
     """A cached slot that is still to be filled is read from where it is filled from, and may go at once."""
     pool = make_hybrid(4, 8)
     pool.alloc(["a"])
-    pool.take_fresh()
+    take_fresh(pool)
     cached = pool.donate("a")
     pool.alloc(["b", "c"])
     assert pool.fork_state("b", cached) == (1, 3)
     pool.free_states([cached])
     assert pool.fork_state("c", 3) == (1, 4)
     pool.free("b")
-    assert pool.take_copies() == ([1], [4])
+    assert take_copies(pool) == ([1], [4])
 
 
 @pytest.mark.parametrize(
@@ -299,26 +315,26 @@ def test_copies_read_before_they_write(make_hybrid):
 def test_a_fork_that_cannot_be_changes_nothing(make_hybrid, request_, cached, message):
     pool = make_hybrid(4, 8, **SINGLE)
     pool.alloc(["a"])
-    pool.take_fresh()
+    take_fresh(pool)
     pool.donate("a")
     pool.alloc(["b"])
     with pytest.raises(SlotError, match=message):
         pool.fork_state(request_, cached)
-    assert pool.take_copies() == ([], [])
-    assert sorted(pool.take_fresh()) == [3, 4, 5]
+    assert take_copies(pool) == ([], [])
+    assert sorted(take_fresh(pool)) == [3, 4, 5]
 
 
 def test_what_arrives_from_elsewhere_is_not_cleared(make_hybrid):
     pool = make_hybrid(4, 8, **SINGLE)
     pool.alloc(["a", "b"])
     pool.expect_states(["a"])
-    assert pool.take_fresh() == [2, 3, 4]
+    assert take_fresh(pool) == [2, 3, 4]
 
 
 def test_no_call_waits_for_the_device(make_hybrid):
     pool = make_hybrid(8, 40, device="meta", **ON)
     pool.alloc(["a", "b", "c"])
-    pool.take_fresh()
+    take_fresh(pool)
     pool.swap_tracks(["a"])
     cached = pool.donate("a")
     pool.alloc(["d"])

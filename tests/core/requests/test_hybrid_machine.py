@@ -85,16 +85,17 @@ def machine(make_pool, tracks, **options):
 
         @stateful.rule()
         def step(self):
-            sources, targets = self.pool.take_copies()
-            assert len(sources) == len(targets)
+            (due,) = self.pool.due_states()
+            targets, sources = list(due.copies), list(due.copies.values())
             assert sorted(targets) == sorted(self.pending)
             read = [self.device[slot] for slot in sources]
             for target, value in zip(targets, read, strict=True):
                 self.device[target] = value
-            fresh = self.pool.take_fresh()
-            assert sorted(fresh) == sorted(self.fresh)
-            for slot in fresh:
+            assert sorted(due.fresh) == sorted(self.fresh)
+            for slot in due.fresh:
                 self.device[slot] = 0
+            due.copies.clear()
+            due.fresh.clear()
             self.fresh.clear()
             self.pending.clear()
             for slot in self.owned():

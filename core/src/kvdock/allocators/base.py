@@ -69,7 +69,7 @@ class Allocator(Planned, abc.ABC):
         `owners` names a holder of each page for debug messages. Here pages come by way of `alloc`, without
         owners; a class that keeps pages hands them out bare.
         """
-        slots = self.alloc(count * self.page_size)
+        slots = self.alloc(lengths.whole_count(count, "count") * self.page_size)
         if slots is None:
             return None
         return lengths.pages_of_slots(slots[:: self.page_size], self.page_size).long()
@@ -135,6 +135,13 @@ class Allocator(Planned, abc.ABC):
         """
         return
 
+    def verify_gone(self, slots: torch.Tensor, request: Any) -> None:
+        """With debug, verify that what tokens of `request` give back early is not live, as far as this class can tell.
+
+        `slots` are those of whole pages of such tokens.
+        """
+        return
+
     def verify_growth(
         self, growth: lengths.Growth, on_device: Mapping[str, torch.Tensor], owners: Sequence[Any] | None = None
     ) -> None:
@@ -155,7 +162,10 @@ class Allocator(Planned, abc.ABC):
 
     @abc.abstractmethod
     def pages_needed(self, prefix_lens: Sequence[int], seq_lens: Sequence[int]) -> int:
-        """Return the exact new pages for requests that grow from `prefix_lens` to `seq_lens` tokens."""
+        """Return the exact new pages for requests that grow from `prefix_lens` to `seq_lens` tokens.
+
+        From numbers alone: it reads nothing of the allocator, so any thread may ask.
+        """
 
     @abc.abstractmethod
     def shortfall(self, pages: int) -> tuple[Shortfall, ...]:
@@ -190,7 +200,8 @@ class Allocator(Planned, abc.ABC):
         """Change the capacity within what was allocated; only while nothing is handed out.
 
         Raises:
-            SlotError: slots are live, or a size exceeds the buffers.
+            SlotError: slots are live, a free group is open, or a size is no whole number or exceeds the buffers;
+                nothing changes.
         """
 
     @abc.abstractmethod

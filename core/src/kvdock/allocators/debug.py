@@ -135,6 +135,22 @@ class Ledger:
         pages = _to_host(slots) // self.page_size
         self._refuse_given(pages[pages != 0], "written")
 
+    def verify_gone(self, slots: torch.Tensor, request: Any) -> None:
+        """Verify that none of `slots` is live and was handed out for `request`.
+
+        Raises:
+            SlotError: names those that are.
+        """
+        live = set(self.live_pages().tolist())
+        pages = dict.fromkeys((_to_host(slots) // self.page_size).tolist())
+        left = [page for page in pages if page in live and self._owners.get(page) == request]
+        if left:
+            raise SlotError(
+                f"{self.name}: request {request!r} says that the slots of pages from "
+                f"{_shown([page * self.page_size for page in left])} were given back before, but they are still its "
+                "own; give them back with evict. Nothing was changed"
+            )
+
     def verify_growth(self, growth: Growth, on_device: Mapping[str, torch.Tensor]) -> None:
         """Verify that device lengths are the host's, and that last slots are live where a page goes on.
 

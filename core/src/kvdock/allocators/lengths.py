@@ -5,9 +5,9 @@ Everything here is numpy over host integers, vectorised over the batch; nothing 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from kvdock.errors import SlotError
 
@@ -35,6 +35,17 @@ def require_integers(name: str, values: torch.Tensor) -> None:
     raise SlotError(f"{name} is {found}; give a tensor of int64 or int32, nothing was changed")
 
 
+def require_row(name: str, values: torch.Tensor) -> None:
+    """Verify that `values` is a tensor of whole numbers of one dimension, by its type and shape alone.
+
+    Raises:
+        SlotError: it is not.
+    """
+    require_integers(name, values)
+    if values.dim() != 1:
+        raise SlotError(f"{name} has the shape {list(values.shape)}; give them in one dimension, nothing was changed")
+
+
 @lru_cache(maxsize=1)
 def _integers() -> frozenset[torch.dtype]:
     import torch
@@ -57,8 +68,8 @@ def on_host(lens: Sequence[int] | torch.Tensor, name: str) -> Ints:
         raise SlotError(f"{name} is on {device}; give the lengths that the host has: a list or a CPU tensor")
     try:
         found = lens.numpy() if is_cpu else np.asarray(lens)  # type: ignore[union-attr]
-    except ValueError as error:
-        raise SlotError(f"{name} is ragged ({error}); give one whole number a request") from error
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise SlotError(f"{name} is ragged, or no list of numbers ({error}); give whole numbers on the host") from error
     if found.dtype == np.int64 and found.ndim == 1:
         return found
     found = found.reshape(-1)
@@ -75,7 +86,26 @@ def whole_count(value: int, name: str) -> int:
     Raises:
         SlotError: it is no whole number, or lies on a device whose values the host would have to wait for.
     """
-    return value if type(value) is int else int(on_host([value], name)[0])
+    if type(value) is int:
+        return value
+    is_tensor = hasattr(value, "is_cpu")
+    found = on_host(cast(Any, value if is_tensor else [value]), name)
+    if getattr(value, "shape", ()) != () or isinstance(value, (list, tuple)):
+        raise SlotError(f"{name} is {value!r}; give one whole number, nothing was changed")
+    return int(found[0])
+
+
+def new_sizes(sizes: Mapping[str, int], spaces: Collection[str], name: str) -> dict[str, int]:
+    """Return the sizes that a resize names; `name` says whose in errors.
+
+    Raises:
+        SlotError: it names a space that is none of `spaces`, or a size that is no whole number; or it is no mapping.
+    """
+    if not isinstance(sizes, Mapping):
+        raise SlotError(f"{name}: resize({sizes!r}) is no mapping from spaces to slots; nothing was changed")
+    if unknown := sorted(set(sizes) - set(spaces), key=str):
+        raise SlotError(f"{name}: resize names {unknown}; this allocator holds {', '.join(map(repr, spaces))}")
+    return {space: whole_count(size, f"{name}: the size of {space!r}") for space, size in sizes.items()}
 
 
 def whole_pages(need_size: int, page_size: int, name: str) -> int:
@@ -311,7 +341,7 @@ def extend_growth(
     """
     prefix, seq = on_host(lens[0], "prefix_lens_cpu"), on_host(lens[1], "seq_lens_cpu")
     grown_pages(prefix, seq, page_size)
-    total = int(seq.sum() - prefix.sum())
+    total, extend_num_tokens = int(seq.sum() - prefix.sum()), whole_count(extend_num_tokens, "extend_num_tokens")
     if total != extend_num_tokens:
         raise SlotError(f"extend_num_tokens={extend_num_tokens}, but seq_lens_cpu - prefix_lens_cpu add up to {total}")
     return Growth(prefix, seq, page_size)
@@ -321,14 +351,17 @@ def decode_growth(seq_lens: Sequence[int] | torch.Tensor, page_size: int) -> Gro
     """Return what a decode asks for: one token a request.
 
     Raises:
-        SlotError: a length below 1.
+        SlotError: a length below 1, or longer than any can be.
     """
     import numpy as np
 
     seq = on_host(seq_lens, "seq_lens_cpu")
     prefix = seq - 1
-    if np.count_nonzero(prefix < 0):
-        raise SlotError(f"alloc_decode: seq_lens count the new token, so they are at least 1, not {seq.min()}")
+    # As numbers without a sign negative ones are huge, also where the difference wrapped around.
+    if np.count_nonzero(prefix.view(np.uint64) >= MOST_TOKENS):
+        if seq.min() < 1:
+            raise SlotError(f"alloc_decode: seq_lens count the new token, so they are at least 1, not {seq.min()}")
+        raise SlotError(f"alloc_decode: a request has {seq.max()} tokens; none has more than {MOST_TOKENS}")
     return Step(prefix, seq, page_size)
 
 
@@ -385,9 +418,14 @@ class PageBounds(NamedTuple):
         return PageBounds(self.ranges, first, self.last, self.page_size)
 
     def pages(self, table: torch.Tensor) -> torch.Tensor:
-        """Return the page numbers, ``[pages]`` int64, from one word of `table` a page."""
+        """Return the page numbers, ``[pages]`` int64, from one word of `table` a page.
+
+        Raises:
+            SlotError: the table holds no whole numbers.
+        """
         import torch
 
+        require_integers("table", table)
         if len(self.first) == 1:
             page_size, row = self.page_size, int(self.ranges.rows[0])
             start, end = int(self.first[0]) * page_size, int(self.last[0]) * page_size
@@ -426,6 +464,8 @@ def checked_ranges(shape: Sequence[int], rows: Sequence[int], starts: Sequence[i
     Raises:
         SlotError: lists of different lengths, a row or column outside the table, or a range that runs backwards.
     """
+    if len(shape) != 2:
+        raise SlotError(f"the table has the shape {list(shape)}; it is [rows, columns]")
     row, start, end = on_host(rows, "rows"), on_host(starts, "starts"), on_host(ends, "ends")
     if not len(row) == len(start) == len(end):
         raise SlotError(f"{len(row)} rows, {len(start)} starts and {len(end)} ends; give one of each a request")

@@ -84,6 +84,7 @@ class MappedAllocator(Allocator):
 
     def alloc_pages(self, count: int, owners: Sequence[Any] | None = None) -> torch.Tensor | None:
         """Return `count` pages, each with one beside it; ``None`` if either side is short."""
+        count = lengths.whole_count(count, "count")
         if count * self.page_size > self.available_size():
             return None
         return self._in_step(
@@ -116,6 +117,7 @@ class MappedAllocator(Allocator):
 
     def verify_pages(self, pages: torch.Tensor) -> None:
         """Raise what `free_pages` would raise for `pages`, and change nothing."""
+        lengths.require_row("pages", pages)
         pages = pages.to(self._map.dtype)
         self._verified(pages, pages)
 
@@ -126,6 +128,18 @@ class MappedAllocator(Allocator):
     def verify_live(self, slots: torch.Tensor) -> None:
         """With debug, verify that `slots` may be written: handed out, or padding."""
         self.numbering.verify_live(slots)
+
+    def verify_gone(self, slots: torch.Tensor, request: Any) -> None:
+        """With debug, verify that nothing lies beside `slots`, those of whole pages. Without, do nothing.
+
+        Raises:
+            SlotError: names the slots that still have one beside them.
+        """
+        if self.parts.debug and len(left := lengths.to_host(slots[self.translate(slots) != 0])):
+            raise SlotError(
+                f"request {request!r} says that the slots beside {left[:8].tolist()} ({len(left)} in all) were given "
+                "back before, but they are still there; give them back with evict. Nothing was changed"
+            )
 
     def verify_growth(
         self, growth: lengths.Growth, on_device: Mapping[str, torch.Tensor], owners: Sequence[Any] | None = None
@@ -154,6 +168,7 @@ class MappedAllocator(Allocator):
 
     def free_group_end(self) -> None:
         """Give back what was collected, in every tier, also where one of them refuses."""
+        self._enter()
         if self._has_queued:
             self._freed()  # one side may have given back alone, and a restore is for both or neither
         self._grouping = self._has_queued = False
@@ -171,23 +186,21 @@ class MappedAllocator(Allocator):
         """Change the usable slots of one space or several.
 
         Raises:
-            SlotError: a space has live slots or a size exceeds its buffers; none changes.
+            SlotError: a space has live slots, a free group is open, or a size is no whole number or exceeds its
+                buffers; none changes.
         """
-        *names, last = (repr(name) for name in self._tiers)
-        unknown = sorted(set(sizes) - set(self._tiers))
-        if unknown:
-            raise SlotError(f"resize names {unknown}; this allocator holds {', '.join(names)} and {last}")
+        chosen = lengths.new_sizes(sizes, self._tiers, self._journal.name)
+        if self._grouping:
+            raise SlotError(f"{self._journal.name}: a free group is open; end it before a resize")
         before = {name: tier.size for name, tier in self._tiers.items()}
         changed: list[str] = []
         try:
             for name, tier in self._tiers.items():
-                tier.resize({name: sizes.get(name, before[name])})
+                tier.resize({name: chosen.get(name, before[name])})
                 changed.append(name)
         except BaseException:
             for name in changed:
                 self._tiers[name].resize({name: before[name]})
-                if self._grouping:  # a resize ends the group of its tier
-                    self._tiers[name].free_group_begin()
                 self._freed()
             raise
         self.size = self.numbering.size
@@ -228,6 +241,11 @@ class MappedAllocator(Allocator):
             raise
         self._journal.position += 1
         return found
+
+    def _enter(self) -> None:
+        """With debug, refuse a call from another thread, before anything changes."""
+        if self.parts.debug:
+            self.available_size()
 
     def _freed(self) -> None:
         """Note that something was given back: what was allocated before cannot be taken back any more."""

@@ -101,6 +101,7 @@ class PagedAllocator(Allocator):
                 in one argument than in the others; with debug, device lengths other than the host's, or a
                 `last_loc` that is not where the request's last token can be. Nothing is taken.
         """
+        extend_num_tokens = lengths.whole_count(extend_num_tokens, "extend_num_tokens")
         growth = lengths.extend_growth((prefix_lens_cpu, seq_lens_cpu), extend_num_tokens, self.page_size)
         on_device = {"prefix_lens": prefix_lens, "seq_lens": seq_lens, "last_loc": last_loc}
         self.verify_growth(growth, on_device, owners)
@@ -160,10 +161,10 @@ class PagedAllocator(Allocator):
         """Raise what `free_pages` would raise for `pages`, and change nothing.
 
         Raises:
-            SlotError: no tensor of whole numbers, or more pages than are live; with debug, pages that are not live
-                or named twice.
+            SlotError: no tensor of whole numbers in one dimension, or more pages than are live; with debug, pages
+                that are not live or named twice.
         """
-        lengths.require_integers("pages", pages)
+        lengths.require_row("pages", pages)
         if self._ledger is not None:
             self._ledger.guard.enter()
             self._ledger.verify(pages)
@@ -189,6 +190,15 @@ class PagedAllocator(Allocator):
         if self._ledger is not None:
             self._ledger.guard.enter()
             self._ledger.verify_live(slots)
+
+    def verify_gone(self, slots: torch.Tensor, request: Any) -> None:
+        """With debug, verify that none of `slots` is live and was handed out for `request`. Without, do nothing.
+
+        Raises:
+            SlotError: names the slots.
+        """
+        if self._ledger is not None:
+            self._ledger.verify_gone(slots, request)
 
     def verify_growth(
         self, growth: lengths.Growth, on_device: Mapping[str, torch.Tensor], owners: Sequence[Any] | None = None
@@ -220,7 +230,8 @@ class PagedAllocator(Allocator):
 
     def shortfall(self, pages: int) -> tuple[Shortfall, ...]:
         """Say how many slots are missing for `pages` pages."""
-        lacks = Shortfall(space=self.space, needed=pages * self.page_size, available=self.available_size())
+        needed = lengths.whole_count(pages, "pages") * self.page_size
+        lacks = Shortfall(space=self.space, needed=needed, available=self.available_size())
         return (lacks,) if lacks.missing else ()
 
     def free_group_begin(self) -> None:
@@ -274,10 +285,13 @@ class PagedAllocator(Allocator):
         """Change the usable slots to ``sizes[space]``.
 
         Raises:
-            SlotError: slots are live, the size is no whole number of pages, or the buffers are smaller.
+            SlotError: slots are live, a free group is open, the size is no whole number of pages, or the buffers are
+                smaller; nothing changes.
         """
         self._enter()
         size = self._checked_size(sizes)
+        if self._group is not None:
+            raise SlotError(f"{self._name}: a free group is open; end it before a resize")
         if self._ring.live:
             raise SlotError(f"{self._name}: {self._ring.live} pages are live; free them before a resize")
         self._reset(size // self.page_size)
@@ -388,10 +402,7 @@ class PagedAllocator(Allocator):
             self._ledger.reset(pages)
 
     def _checked_size(self, sizes: Mapping[str, int]) -> int:
-        unknown = sorted(set(sizes) - {self.space})
-        if unknown:
-            raise SlotError(f"{self._name}: resize names {unknown}, which this allocator does not hold")
-        size = sizes.get(self.space, self.size)
+        size = lengths.new_sizes(sizes, (self.space,), self._name).get(self.space, self.size)
         most = self._ring.max_capacity * self.page_size
         if size % self.page_size or not self.page_size <= size <= most:
             raise SlotError(

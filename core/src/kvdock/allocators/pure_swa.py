@@ -41,6 +41,7 @@ class PureSWAAllocator(PagedAllocator):
         Raises:
             SlotError: what `alloc_extend` refuses, and tails that do not fit the batch. Nothing is taken.
         """
+        extend_num_tokens = lengths.whole_count(extend_num_tokens, "extend_num_tokens")
         growth = lengths.extend_growth((prefix_lens_cpu, seq_lens_cpu), extend_num_tokens, self.page_size)
         tails = window.tail_growth(growth, swa_tail_lens)
         self.verify_growth(growth, {"prefix_lens": prefix_lens, "seq_lens": seq_lens, "last_loc": last_loc}, owners)

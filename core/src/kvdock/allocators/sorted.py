@@ -307,6 +307,7 @@ class SortedAllocator(PagedAllocator):
     def free(self, indices: torch.Tensor) -> None:
         """Give back the pages of these tokens; waits for the device once, but for pages of one token never."""
         if self.page_size == 1:
+            lengths.require_integers("slots", indices)
             self.free_pages(indices.reshape(-1))
         else:
             super().free(indices)

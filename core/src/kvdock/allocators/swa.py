@@ -148,7 +148,7 @@ class SWAAllocator(MappedAllocator):
         Raises:
             SlotError: more pages than are live; nothing changes.
         """
-        lengths.require_integers("pages", pages)
+        lengths.require_row("pages", pages)
         pages = pages.to(self._map.dtype)
         self._free_both(pages, pages if has_swa else pages[:0])
 
@@ -190,7 +190,7 @@ class SWAAllocator(MappedAllocator):
 
     def free_swa_pages(self, pages: torch.Tensor) -> None:
         """Give back the sliding pages of full pages that still have one; never waits for the device."""
-        lengths.require_integers("pages", pages)
+        lengths.require_row("pages", pages)
         self._free_side_of(pages.to(self._map.dtype))
 
     def free_swa_rows(
@@ -238,7 +238,8 @@ class SWAAllocator(MappedAllocator):
         Raises:
             SlotError: something was freed on either side since, or `state` is not of this allocator.
         """
-        self._journal.rewind(state.mark if isinstance(state, SWAState) else state)
+        self._enter()
+        self._journal.rewind(state.mark if isinstance(state, SWAState) else None)
         self.full.restore_state(state.full)
         self.swa.restore_state(state.swa)
 

@@ -66,6 +66,7 @@ class TokenAllocator(PagedAllocator):
                 in one argument than in the others; with debug, device lengths other than the host's, or a
                 `last_loc` that is not where the request's last token can be. Nothing is taken.
         """
+        extend_num_tokens = lengths.whole_count(extend_num_tokens, "extend_num_tokens")
         growth = lengths.extend_growth((prefix_lens_cpu, seq_lens_cpu), extend_num_tokens, 1)
         on_device = {"prefix_lens": prefix_lens, "seq_lens": seq_lens, "last_loc": last_loc}
         self.verify_growth(growth, on_device, owners)

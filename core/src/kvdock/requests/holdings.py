@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvdock.allocators.lengths import on_host, to_host
 from kvdock.errors import SlotError
 
 if TYPE_CHECKING:
+    import torch
+
     from kvdock.allocators.lengths import Ints
     from kvdock.requests.base import RequestPool
 
@@ -30,6 +32,11 @@ class Span(NamedTuple):
     row: int
     start: int
     end: int
+
+
+def columns(spans: Sequence[Span]) -> tuple[list[int], list[int], list[int]]:
+    """Return the rows, starts and ends of spans."""
+    return [span.row for span in spans], [span.start for span in spans], [span.end for span in spans]
 
 
 class Holdings:
@@ -216,6 +223,20 @@ class Holdings:
                 if row != span.row:
                     self._refuse_lent(span.request, pages, other, lent[row], left is not None)
 
+    def gone_slots(self, request: Hashable, borrowed: int, evicted: int) -> torch.Tensor:
+        """Return the slots whose pages a request says to have given back by now; reads the table back, for debug mode.
+
+        Without those that its later tokens have: what went back may have come back to it.
+        """
+        import numpy as np
+
+        holding, size = self.of(request), self._page_size
+        start = max(holding.borrowed, holding.evicted, borrowed) // size * size
+        end, length = evicted // size * size, int(self._table.lengths[holding.row])
+        slots = self._table.req_to_token[holding.row, start : max(start, end)]
+        later = self._pages(holding.row, max(start, end), length)
+        return slots[np.flatnonzero(np.isin(to_host(slots) // size, later, invert=True)).tolist()]
+
     def _refuse_shared(self, request: Hashable, pages: Ints, other: Hashable, owned: Ints) -> None:
         import numpy as np
 
@@ -270,24 +291,42 @@ def one_each(requests: Sequence[Hashable], tokens: Sequence[int], name: str) -> 
         SlotError: another number of them than of requests, no whole numbers, a request twice, or what
             `distinct` refuses.
     """
-    names, numbers = distinct(requests), on_host(tokens, name)
+    distinct(requests)
+    numbers = on_host(tokens, name)
     if len(numbers) != len(requests):
         raise SlotError(f"{len(requests)} requests but {len(numbers)} {name}; give one of each")
-    if len(names) != len(requests):
-        twice = Counter(requests).most_common(1)[0][0]
-        raise SlotError(f"request {twice!r} is named twice in one call; nothing was changed")
+    once_each(requests)
     return numbers
 
 
-def distinct(requests: Sequence[Hashable]) -> dict[Hashable, None]:
+def once_each(requests: Sequence[Hashable]) -> dict[Hashable, None]:
+    """Return the requests of a call in order.
+
+    Raises:
+        SlotError: a request twice, or what `distinct` refuses.
+    """
+    names = distinct(requests)
+    if len(names) != len(requests):
+        twice = Counter(requests).most_common(1)[0][0]
+        raise SlotError(f"request {twice!r} is named twice in one call; nothing was changed")
+    return names
+
+
+def distinct(requests: Iterable[Hashable]) -> dict[Hashable, None]:
     """Return the requests of a call, each once and in order.
 
     Raises:
-        SlotError: a text instead of a list of names, a name that cannot be hashed, or ``None``.
+        SlotError: a text or what can be read once alone instead of a list of names, a name that cannot be hashed,
+            or ``None``.
     """
     if isinstance(requests, (str, bytes)):
         raise SlotError(
             f"requests is the text {requests!r}, whose characters are no requests; give a list: [{requests!r}]"
+        )
+    if isinstance(requests, Iterator):
+        raise SlotError(
+            f"requests is a {type(requests).__name__}, which can be read once alone; give a list of names. Nothing was "
+            "changed"
         )
     try:
         names = dict.fromkeys(requests)

@@ -134,7 +134,8 @@ class HybridReqToTokenPool(ReqToTokenPool):
         Raises:
             SlotError: a request has no row, or no track slot.
         """
-        return self._on_device([held.tracks[held.active] for held in self._all_tracked(requests).values()])
+        holdings = self._all_tracked(requests)
+        return self._on_device([holdings[request].tracks[holdings[request].active] for request in requests])
 
     def swap_tracks(self, requests: Sequence[Hashable]) -> None:
         """Let the other of two track slots be written from now on; a request with one goes on with it.
@@ -260,13 +261,15 @@ class HybridReqToTokenPool(ReqToTokenPool):
         """Return the requests that can still be admitted: with a row, a state and its track slots."""
         return min(super().available_size(), self.states.available_size() // (1 + self.tracks_per_request))
 
-    def due_states(self, pools: int = 1) -> list[DueStates]:
+    def due_states(self, pools: int | None = None) -> list[DueStates]:
         """Return what is to be done with live slots before their first use, for each of `pools` pools of states.
 
-        Whoever copied empties `copies`, whoever cleared after that `fresh`: each pool has lists of its own, so
-        that what failed in one is not done twice in another. Name the same number of pools each time.
+        Without `pools` for as many as before, and first for one. Whoever copied empties `copies`, whoever cleared
+        after that `fresh`: each pool has lists of its own, so that what failed in one is not done twice in another.
         """
         self._enter()
+        if pools is None:
+            return self._dues
         first = self._dues[0] if self._dues else DueStates()
         self._dues[pools:] = [first.copy() for _ in range(pools - len(self._dues))]
         return self._dues
@@ -342,8 +345,12 @@ class HybridReqToTokenPool(ReqToTokenPool):
         return slot
 
     def _pass_on(self, request: Hashable, slot: int, left: _Held, fresh: Sequence[int]) -> None:
-        self._change({request: left}, fresh)
         self.states.pass_on([slot], Donated(request))
+        try:
+            self._change({request: left}, fresh)
+        except BaseException:
+            self.states.pass_on([slot], request)
+            raise
 
     def _refuse_fresh(self, slot: int) -> None:
         if slot in self._expected:

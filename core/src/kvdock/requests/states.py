@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvdock.allocators.debug import ThreadGuard
@@ -14,7 +14,10 @@ from kvdock.errors import BuildError, SlotError
 
 if TYPE_CHECKING:
     import numpy as np
+    import torch
     from numpy.typing import NDArray
+
+    from kvdock.abilities import KeepsStates
 
 
 class Donated(NamedTuple):
@@ -27,13 +30,22 @@ class Donated(NamedTuple):
 class DueStates:
     """What is to be done with state slots before their first use, in one pool: the copies, and then the clears.
 
-    Whoever did a part empties it (`dict.clear`); what failed stays due.
+    Whoever did a part empties it (`dict.clear`), as `make_ready` does; what failed stays due.
     """
 
     copies: dict[int, int] = dataclasses.field(default_factory=dict)
     """Source of each target. All of it is one copy whose reads come first: a source may be a target as well."""
     fresh: dict[int, None] = dataclasses.field(default_factory=dict)
     """Slots that were handed out and that nothing fills."""
+
+    def make_ready(self, pool: KeepsStates, on_device: Callable[[Sequence[int]], torch.Tensor]) -> None:
+        """Do it: at most one copy and one clear. What was done is not done again: a source may be a target, too."""
+        if self.copies:
+            pool.copy_slots(on_device(list(self.copies.values())), on_device(list(self.copies)))
+            self.copies.clear()
+        if self.fresh:
+            pool.clear_slots(on_device(list(self.fresh)))
+            self.fresh.clear()
 
     def fill(self, target: int, source: int) -> int:
         """Note that a slot is filled from another, and return which: what is still to be filled, from where that is."""

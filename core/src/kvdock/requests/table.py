@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING
 
 from kvdock.allocators.debug import ThreadGuard
-from kvdock.allocators.lengths import Ranges, checked_ranges, require_integers, spread, to_device
+from kvdock.allocators.lengths import Ranges, checked_ranges, require_row, spread, to_device, to_host
 from kvdock.errors import BuildError, SlotError
 from kvdock.layout import REQUESTS, Buffer
 from kvdock.planned import Parts
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
+
+MOST_SLOTS = 2**31 - 1
+"""The largest slot that a table of int32 can name."""
 
 _LONG_RANGE = 64
 """Columns a range from which the host copies range by range: that needs no index as long as the slots."""
@@ -111,6 +114,15 @@ class ReqToTokenPool(RequestPool):
         self._free_rows[(self._head + self._free) % self.row_count] = row
         self._free += 1
 
+    def _take_back_rows(self, requests: Sequence[Hashable]) -> None:
+        """Undo the last `alloc`, which gave `requests` their rows: these come next again."""
+        for request in requests:
+            row = self._rows.pop(request)
+            del self._owners[row]
+            self.generation[row] -= 1
+        self._head = (self._head - len(requests)) % self.row_count
+        self._free += len(requests)
+
     def row_of(self, request: Hashable) -> int | None:
         """Return the row of a request, or ``None``.
 
@@ -164,10 +176,11 @@ class ReqToTokenPool(RequestPool):
 
         Raises:
             SlotError: a row that nobody holds, columns beyond the table, another number of slots, or no tensor of
-                whole numbers; with debug, a range behind columns that nobody wrote. Nothing is written.
+                whole numbers in one dimension; with debug, a range behind columns that nobody wrote, or a number
+                that is no slot. Nothing is written.
         """
         self._enter()
-        require_integers("slots", slots)
+        require_row("slots", slots)
         ranges = checked_ranges(self.req_to_token.shape, rows, starts, ends)
         for row in ranges.rows.tolist():
             if row not in self._owners:
@@ -177,6 +190,7 @@ class ReqToTokenPool(RequestPool):
             raise SlotError(f"{slots.shape[0]} slots for {int(counts.sum())} columns; nothing was written")
         if self.parts.debug:
             self._refuse_gaps(ranges)
+            self._refuse_numbers(slots)
         self._scatter(ranges, counts, slots)
         self._lengthen(ranges)
 
@@ -220,6 +234,16 @@ class ReqToTokenPool(RequestPool):
                     "every layer, which hold_prefix(request, evicted=…) names. Nothing was written"
                 )
             wrote[row] = max(length, end)
+
+    def _refuse_numbers(self, slots: torch.Tensor) -> None:
+        if slots.is_meta:
+            return
+        numbers = to_host(slots)
+        if len(wrong := numbers[(numbers < 0) | (numbers > MOST_SLOTS)]):
+            raise SlotError(
+                f"slots {wrong[:8].tolist()} ({len(wrong)} in all) are none: the table holds 0 … {MOST_SLOTS}. Nothing "
+                "was written"
+            )
 
     def _scatter(self, ranges: Ranges, counts: NDArray[np.int64], slots: torch.Tensor) -> None:
         import numpy as np
