@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from kvdock.checked import show
 from kvdock.deployment import Deployment, plan_ranks
 from kvdock.device import DeviceInfo
 from kvdock.edge import Model, plan
-from kvdock.errors import KVDockError, PlanError, nearest, printable
+from kvdock.errors import KVDockError, PlanError, nearest, one_line, printable
 from kvdock.explain import window_policy
 from kvdock.model import ModelSpec
 from kvdock.options import CacheOptions, Parallelism, make_options, make_parallelism
@@ -239,7 +240,7 @@ def smallest_tp(
         model=model,
         device=device,
         options=make_options(options),
-        parallel=make_parallelism(parallel),
+        parallel=make_parallelism(_with_ranks(parallel)),
         budget_bytes=budget_bytes,
         weights_bytes=weights_bytes,
         reserve_bytes=reserve_bytes,
@@ -257,6 +258,15 @@ def smallest_tp(
         trials=trials,
         note=inputs.scaled_note(["tp_size"]),
     )
+
+
+def _with_ranks(parallel: Any) -> Any:
+    """Return parallel sizes with the fewest tensor-parallel ranks that the others need, where none are given."""
+    if not isinstance(parallel, Mapping) or parallel.get("tp_size") is not None:
+        return parallel
+    workers = parallel.get("dp_size") if parallel.get("dp_attention") else 1
+    shares = [size for size in (workers, parallel.get("cp_size"), parallel.get("dcp_size")) if isinstance(size, int)]
+    return {**parallel, "tp_size": max(1, math.prod(shares))}
 
 
 def _check_question(requests: Any, length: Any, tokens: Any) -> None:
@@ -291,7 +301,7 @@ def _trials(
             made = inputs.changed("tp_size", tp_size).plan_ranks()
         except KVDockError as error:
             failures.append(error)
-            yield Trial(tp_size=tp_size, serves=False, reason=str(error))
+            yield Trial(tp_size=tp_size, serves=False, reason=one_line(str(error)))
             continue
         reasons = _lacking(made, requests, length, tokens)
         yield Trial(
@@ -378,7 +388,7 @@ def _variant(inputs: _Inputs, name: str, value: Any, failures: list[KVDockError]
         made = inputs.changed(name, value).plan()
     except KVDockError as error:
         failures.append(error)
-        return Variant(name=name, value=shown, reason=str(error))
+        return Variant(name=name, value=shown, reason=one_line(str(error)))
     kv = sum(buffer.nbytes for buffer in made.buffers if buffer.is_kv and buffer.memory == "device")
     return Variant(
         name=name,

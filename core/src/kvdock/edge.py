@@ -110,8 +110,8 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
         registry = self.registry
         if registry is None:
             registry = _registry_for(self.device, self.options, budget_bytes)
-        info = find_device(self.device, registry, budget_bytes)
         models, read_by = read_models(self.model, self.options, registry)
+        info = find_device(self.device, registry, budget_bytes)
         asked = _with_weights(asked, self.model, models[0], info, self.options, self.parallel)
         made = yield from plan_steps(models, info, self.options, self.parallel, registry, asked)
         return msgspec.structs.replace(made, read_by=read_by)

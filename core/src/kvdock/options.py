@@ -409,7 +409,7 @@ def draft_parallels(options: CacheOptions, parallel: Parallelism, models: int) -
     Raises:
         PlanError: the options describe another number of draft workers.
     """
-    drafts = drafts_of(options)
+    drafts = drafts_of(options) if options.speculative_algorithm else ()
     own = tuple(draft.parallel(parallel) for draft in drafts for _ in range(draft.workers))
     if drafts and len(own) != models - 1:
         raise PlanError(f"draft describes {len(own)} workers, but {models - 1} draft models are planned; give one each")

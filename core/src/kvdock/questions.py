@@ -16,7 +16,7 @@ from kvdock.checked import show
 from kvdock.costs import slots_held
 from kvdock.errors import KVDockError, PlanError
 from kvdock.explain import window_policy
-from kvdock.layout import MAX_SLOTS, STATE
+from kvdock.layout import FULL, MAX_SLOTS, STATE, SWA
 from kvdock.options import Parallelism
 from kvdock.planner import CachePlan, plan_from
 from kvdock.sizing import smallest
@@ -293,8 +293,10 @@ def _remedies(
     raised = _tried(plan, each, length, change) if change else None
     if raised is not None:
         yield Remedy(change=change, requests=requests, length=length)
-    elif budget is not None:
-        yield from _with_more_memory(plan, requests, length, budget, beside)
+    else:
+        yield from _other_split(plan, requests, length, change)
+        if budget is not None:
+            yield from _with_more_memory(plan, requests, length, budget, beside)
     fewer = _most_requests(plan, length)
     if fewer:
         yield Remedy(change={"requests": min(fewer, requests)}, requests=min(fewer, requests), length=length)
@@ -304,6 +306,22 @@ def _remedies(
     if raised is None and _is_reachable(plan, length):
         yield from _narrower(plan, requests, length, change)
         yield from _more_ranks(plan, requests, length, change)
+
+
+def _other_split(plan: CachePlan, requests: int, length: int, change: dict[str, Any]) -> Iterator[Remedy]:
+    """Yield another division of the same memory between the spaces that serves, where a ratio divides it."""
+    each = _per_worker(plan, requests)
+    needed = {need.name: need.needed for need in _needs(plan, each, length)}
+    spaces = plan.outline.spaces
+    changes: list[dict[str, Any]] = []
+    if STATE in spaces and spaces[STATE].rule.shares:
+        changes.append({"max_running_requests": each * plan.parallel.attn_dp_size})
+    if SWA in spaces and "swa_full_tokens_ratio" in spaces[SWA].options and needed.get(FULL):
+        ratio = Fraction(max(needed[SWA], spaces[SWA].rule.needs), needed[FULL])
+        changes.append({"swa_full_tokens_ratio": float(Fraction(-int(-ratio * 1000 // 1), 1000))})
+    for split in changes:
+        if _tried(plan, each, length, {**change, **split}) is not None:
+            yield Remedy(change={**change, **split}, requests=requests, length=length, note="the same memory")
 
 
 def _with_more_memory(
