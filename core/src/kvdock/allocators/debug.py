@@ -250,8 +250,8 @@ def held_states(held: Iterable[int] | torch.Tensor) -> list[int]:
     return found
 
 
-def named_holders(pool: RequestPool | None, pages: Ints, page_size: int) -> str:
-    """Return `` (of request 'a')`` for the live requests whose rows hold `pages`, or an empty string.
+def named_holders(pool: RequestPool | None, pages: Ints, page_size: int, besides: Any = None) -> str:
+    """Return `` (of request 'a')`` for the live requests, but for `besides`, whose rows hold `pages`; else an empty string.
 
     Reads the rows back from the device, so it is for messages alone.
     """
@@ -262,7 +262,8 @@ def named_holders(pool: RequestPool | None, pages: Ints, page_size: int) -> str:
     found = [
         repr(request)
         for row, request in pool.live_rows().items()
-        if np.isin(_to_host(pool.req_to_token[row, : int(pool.lengths[row])]) // page_size, pages).any()
+        if request != besides
+        and np.isin(_to_host(pool.req_to_token[row, : int(pool.lengths[row])]) // page_size, pages).any()
     ]
     return f" (of request {', '.join(found)})" if found else ""
 

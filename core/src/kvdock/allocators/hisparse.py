@@ -121,12 +121,12 @@ class HiSparseAllocator(TieredAllocator):
         self.verify_growth(growth, {"seq_lens": seq_lens, "last_loc": last_loc}, owners)
         own = placed.heads[~placed.is_held].tolist()
         names = [owners[i] for i in own] if owners is not None and self.parts.debug else None
+        pages = (growth.prefix[leaves] // self.page_size).tolist()
+        left = leaves[self._buffers.holds(placed.requests, [page - 1 for page in pages])]
+        last = last_loc.index_select(0, lengths.to_device(left, last_loc.device))
         share = Share(len(own), names, lambda pages: self._buffers.words(placed, pages))
         slots = self._grown(growth, lambda: self.full.alloc_decode(seq_lens, seq_lens_cpu, last_loc, owners), share)
         if slots is not None and placed.requests:
-            pages = (growth.prefix[leaves] // self.page_size).tolist()
-            left = leaves[self._buffers.holds(placed.requests, [page - 1 for page in pages])]
-            last = last_loc.index_select(0, lengths.to_device(left, last_loc.device))
             self._erase(self._pages_of(last).to(self._map.dtype))
             self._buffers.move_on(placed.requests, pages)
             self._freed()

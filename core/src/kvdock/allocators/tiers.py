@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvdock.allocators import lengths
+from kvdock.allocators.debug import named_holders
 from kvdock.allocators.held import DeviceBuffers, HeldPages, HostSlots
 from kvdock.allocators.mapped import MappedAllocator
 from kvdock.allocators.ring import Journal
@@ -19,6 +20,14 @@ if TYPE_CHECKING:
     import torch
 
     from kvdock.requests.base import RequestPool
+
+
+class _Taken(NamedTuple):
+    """Device pages for a buffer, the one of the newest tokens apart, and those of the request that it has no room for."""
+
+    newest: torch.Tensor
+    read: torch.Tensor
+    left: torch.Tensor
 
 
 class TieredAllocator(MappedAllocator):
@@ -101,7 +110,7 @@ class TieredAllocator(MappedAllocator):
 
         Raises:
             SlotError: the request has no row, or a buffer already; `slots` is more than a buffer, or
-                `device_start` no token of its row. Nothing changes.
+                `device_start` no token of its row; with debug, another request holds these pages too. Nothing changes.
         """
         import torch
 
@@ -115,20 +124,21 @@ class TieredAllocator(MappedAllocator):
         logical = self._live_bounds(ranges, [device_start]).pages(table)
         own = self._mapped(logical)
         self._verify_mapped(logical, own)
+        self._verify_lone(request, logical)
         if len(self._buffers) >= self.max_device_buffers:
             return None
+        before = self.device.backup_state()
         taken = self._divided(own, pages, tokens % self.page_size != 0, request)
         if taken is None:
             return None
-        newest, read, left = taken
-        self._erase(logical)
-        self._buffers.add(request, row, self._slots_of(read))
-        self._buffers.add(request, row, self._slots_of(newest), self._buffers.newest_base)
-        self.device.free_pages(left)
-        self._has_queued |= self._grouping and left.shape[0] > 0
-        self._place_newest(request)
+        try:
+            self._hold_buffer(request, row, logical, taken)
+        except BaseException:
+            self.device.restore_state(before)
+            raise
+        self._has_queued |= self._grouping and taken.left.shape[0] > 0
         self._freed()
-        return self._slots_of(torch.cat((read, newest)))
+        return self._slots_of(torch.cat((taken.read, taken.newest)))
 
     def grow_device_buffer(self, request: Hashable, slots: int) -> torch.Tensor | None:
         """Make a request's buffer `slots` slots large and return the new ones, or ``None`` if there are too few.
@@ -278,10 +288,40 @@ class TieredAllocator(MappedAllocator):
                 first[i] = whole.last[i]
         return whole.from_tokens(first * self.page_size)
 
-    def _divided(
-        self, own: torch.Tensor, pages: int, is_open: bool, request: Hashable
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-        """Return the newest page of a buffer of `pages` pages, the others, and what is left of `own`; ``None`` if short.
+    def _verify_lone(self, request: Hashable, pages: torch.Tensor) -> None:
+        """With debug, verify that no other request holds any of `pages`, whose device pages would become a buffer."""
+        if not self.parts.debug:
+            return
+        held = named_holders(self.parts.request_pool, lengths.to_host(pages), self.page_size, besides=request)
+        if held:
+            raise SlotError(
+                f"request {request!r} cannot take the device pages of tokens that others hold too{held}: give the end of "
+                "the shared prefix as device_start, or let a request that lent its tokens keep them on the device. "
+                "Nothing was changed"
+            )
+
+    def _hold_buffer(self, request: Hashable, row: int, logical: torch.Tensor, taken: _Taken) -> None:
+        """Note a request's buffer, whose tokens no longer have device pages of their own, and give back what is left."""
+        import torch
+
+        mark, end = self._buffers.mark(), self._length(request) // self.page_size
+        touched = (
+            torch.cat((logical, self._logical_page(row, end))) if self._length(request) % self.page_size else logical
+        )
+        words = self._mapped(touched)
+        try:
+            self._buffers.add(request, row, self._slots_of(taken.read))
+            self._buffers.add(request, row, self._slots_of(taken.newest), self._buffers.newest_base)
+            self._erase(logical)
+            self._place_newest(request)
+            self.device.free_pages(taken.left)
+        except BaseException:
+            self._write(touched, words)
+            self._buffers.undo(mark)
+            raise
+
+    def _divided(self, own: torch.Tensor, pages: int, is_open: bool, request: Hashable) -> _Taken | None:
+        """Return how a buffer of `pages` pages is made of `own` and of fresh pages; ``None`` if there are too few.
 
         `is_open` says whether the request's last page is partly filled: if it is among `own`, it is the last there.
         """
@@ -298,7 +338,7 @@ class TieredAllocator(MappedAllocator):
             return None
         if not newest.shape[0]:
             newest, fresh = fresh[:1], fresh[1:]
-        return newest, torch.cat((read, fresh)), left
+        return _Taken(newest, torch.cat((read, fresh)), left)
 
     def _held(self, book: HeldPages, request: Hashable, pages: int) -> torch.Tensor | None:
         """Return the slots of `pages` more pages that a request holds from now on, or ``None``."""
