@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from kvdock.cli.page import Bar, Facts, Line, Page, Part, Table
 from kvdock.cli.text import ranges, size
 from kvdock.explain import window_policy
+from kvdock.pools.snapshots import ROLE as SNAPSHOT
 
 if TYPE_CHECKING:
     from kvdock.planner import BufferPlan, CachePlan, GroupPlan
@@ -113,8 +114,10 @@ def _limits(plan: CachePlan) -> Table:
 def _memory(plan: CachePlan) -> Table:
     kv, rest = kv_and_rest(plan.buffers)
     per_token = plan.bytes_per_token
+    parts = _kv_sums(plan)
     rows = [
         ("KV", kv),
+        *((f"· {name}", nbytes) for name, nbytes in parts.items() if len(parts) > 1),
         ("bookkeeping", rest),
         ("total", plan.total_bytes),
         ("budget", plan.budget_bytes),
@@ -162,12 +165,24 @@ def _claims(plan: CachePlan) -> list[Part]:
     ]
 
 
+def _kv_sums(plan: CachePlan) -> dict[str, int]:
+    """Return the device bytes of what layers keep: of each group, what drafts may have to take back apart, and of tables."""
+    sums: dict[str, int] = {}
+    for group in plan.groups:
+        snapshots = [buffer for buffer in group.buffers if buffer.role == SNAPSHOT]
+        kept, _ = kv_and_rest(group.buffers)
+        taken, _ = kv_and_rest(snapshots)
+        sums[f"KV of {group.name}"] = kept - taken
+        if taken:
+            sums[f"snapshots of {group.name}"] = taken
+    sums["KV in tables"] = kv_and_rest(plan.tables)[0]
+    return {name: nbytes for name, nbytes in sums.items() if nbytes}
+
+
 def _kv_parts(plan: CachePlan) -> list[Part]:
     """Return the KV of each group, then that of tables."""
-    sums = {f"KV of {group.name}": kv_and_rest(group.buffers)[0] for group in plan.groups}
-    sums["KV in tables"] = kv_and_rest(plan.tables)[0]
     found = []
-    for place, (name, nbytes) in enumerate(sums.items()):
+    for place, (name, nbytes) in enumerate(_kv_sums(plan).items()):
         fill, ascii_fill = KV_FILLS[place % len(KV_FILLS)]
         found.append(Part(name, nbytes, fill, ascii_fill, KV_STYLES[place % len(KV_STYLES)]))
     return found

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     import torch
 
 WINDOWS, TEMPORAL = "conv_windows", "temporal_snapshots"
+ROLE = "snapshot"
+"""Role of the buffers that hold them, for reports."""
 
 
 class SnapshotViews(NamedTuple):
@@ -73,7 +75,7 @@ def snapshot_buffers(query: PoolQuery, overlap: bool | None = None) -> tuple[Buf
 def _buffer(query: PoolQuery, name: str, shape: tuple[int, ...], dtype: str) -> Buffer:
     return Buffer(
         name=name,
-        role="snapshot",
+        role=ROLE,
         space=REQUESTS,
         shape=shape,
         dtype=dtype,
