@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Literal
 
 import msgspec
 
 from kvdock.demand import draft_tokens
-from kvdock.device import DeviceInfo
+from kvdock.device import GIVEN_BUDGET, DeviceInfo
 from kvdock.errors import BudgetError, PlanError
 from kvdock.layout import STATE
 from kvdock.options import CacheOptions, exact_ratio
@@ -163,9 +164,14 @@ def activation_tokens(query: RequestQuery) -> int:
     return max(tokens, LEAST_ACTIVATION_TOKENS)
 
 
-def refuse_budget(error: BudgetError, budget: Budget, device: DeviceInfo, options: CacheOptions) -> BudgetError:
-    """Return `error` with the advice that fits the way in which the budget was found."""
-    if budget.base == "given":
+def refuse_budget(
+    error: BudgetError, budget: Budget, device: DeviceInfo, options: CacheOptions, levers: Sequence[str]
+) -> BudgetError:
+    """Return `error` with the advice that fits the way in which the budget was found; `levers` make the need smaller."""
+    is_device = device.source != GIVEN_BUDGET
+    if budget.base == "given" and is_device and error.needed_bytes > device.free_bytes:
+        advice = f"{device.name} has {show_bytes(device.free_bytes)} free, so use more ranks or a larger device"
+    elif budget.base == "given":
         advice = f"give at least {show_bytes(error.needed_bytes)}"
     else:
         advice = _fraction_advice(error.needed_bytes, budget, device, options.mem_fraction_static)
@@ -174,17 +180,12 @@ def refuse_budget(error: BudgetError, budget: Budget, device: DeviceInfo, option
             f", or fewer than max_total_tokens={options.max_total_tokens}, for which only "
             f"{show_bytes(max(0, budget.free_bytes))} are free"
         )
+    less = f", or plan for less: {', '.join(levers)}" if levers else ""
     return BudgetError(
-        f"{error}; {advice}, or plan for less: {_less(options)}a shorter context_length, fewer max_running_requests, "
-        "a narrower kv_cache_dtype",
+        f"{error}; {advice}{less}",
         needed_bytes=error.needed_bytes,
         budget_bytes=error.budget_bytes,
     )
-
-
-def _less(options: CacheOptions) -> str:
-    """Return the options given outright that take memory of their own, as the first advice."""
-    return "" if options.max_state_slots is None else f"fewer than max_state_slots={options.max_state_slots}, "
 
 
 def _fraction_advice(needed: int, budget: Budget, device: DeviceInfo, fraction: float | None) -> str:

@@ -55,7 +55,7 @@ def converted(what: str, value: Any, annotation: Any) -> Any:
     if not _holds_structs(annotation):
         try:
             return msgspec.convert(value, annotation)
-        except (msgspec.ValidationError, RecursionError):
+        except (msgspec.ValidationError, RecursionError, UnicodeEncodeError):
             pass  # said below, in the words of the option
     raise PlanError(f"{what}={show(value)} does not fit: give {_wanted(annotation)}{_meant(value, annotation)}")
 
@@ -159,6 +159,11 @@ def _wanted_member(member: Any) -> str:
 
 
 def _plural(member: Any) -> str:
+    parts = _members(member)
+    if len(parts) > 1:
+        return " or ".join(map(_plural, parts))
+    if typing.get_origin(member) is dict:
+        return "names and values"
     return _PLURALS.get(member) or f"{getattr(member, '__name__', member)}s"
 
 

@@ -7,6 +7,9 @@ import msgspec
 from kvdock.checked import check_fields, show
 from kvdock.errors import PlanError
 
+GIVEN_BUDGET = "the given budget"
+"""Source of a device that stands for a budget alone."""
+
 
 class DeviceInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One accelerator, as one rank sees it. All sizes are bytes.
@@ -46,3 +49,15 @@ class DeviceInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
                 f"device {self.name!r}: free_bytes={self.free_bytes} exceeds "
                 f"free_before_load_bytes={self.free_before_load_bytes}; loading a model frees no memory"
             )
+
+
+def budget_device(budget_bytes: int) -> DeviceInfo:
+    """Return what stands for the device where a budget is all that is known: torch's CPU, with as much memory."""
+    return DeviceInfo(
+        device_type="cpu",
+        name="any device",
+        total_bytes=budget_bytes,
+        free_before_load_bytes=budget_bytes,
+        free_bytes=budget_bytes,
+        source=GIVEN_BUDGET,
+    )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from kvdock.checked import converted, show
-from kvdock.device import DeviceInfo
+from kvdock.device import DeviceInfo, budget_device
 from kvdock.errors import PlanError
 from kvdock.families.config import load_config
 from kvdock.fitting import replay
@@ -172,14 +172,7 @@ def find_device(device: str | DeviceInfo | None, registry: Registry, budget_byte
     if device is not None:
         return resolve.find_device(registry, device)
     if budget_bytes is not None:
-        return DeviceInfo(
-            device_type="cpu",
-            name="any device",
-            total_bytes=budget_bytes,
-            free_before_load_bytes=budget_bytes,
-            free_bytes=budget_bytes,
-            source="the given budget",
-        )
+        return budget_device(budget_bytes)
     live = [info for _, info in resolve.live_devices(registry)]
     if len(live) == 1:
         return live[0]
@@ -187,8 +180,8 @@ def find_device(device: str | DeviceInfo | None, registry: Registry, budget_byte
         f"{len(live)} accelerators are here ({', '.join(d.name for d in live)})" if live else "no accelerator is here"
     )
     raise PlanError(
-        f"{found}; name one with --device NAME (kvdock devices lists the profiles), "
-        "or give the memory for the cache with --memory 40GiB"
+        f"{found}; name one with device= (--device NAME; kvdock devices lists the profiles), "
+        "or give the memory for the cache with budget_bytes= (--memory 40GiB)"
     )
 
 

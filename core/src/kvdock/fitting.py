@@ -8,15 +8,16 @@ follow from these agreed numbers, so they are equal on all ranks and the rank th
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from typing import TypeVar
 
 import msgspec
 
+from kvdock import dtypes
 from kvdock.budget import Budget, refuse_budget, show_bytes
 from kvdock.errors import BudgetError, PlanError
 from kvdock.families.groups import MIN_TOKENS
-from kvdock.layout import MAX_SLOTS, REQUESTS, STATE, round_up
+from kvdock.layout import MAX_SLOTS, REQUESTS, STATE, Buffer, SizeRule, round_up
 from kvdock.model import model_to_builtins
 from kvdock.outline import Outline
 from kvdock.sizing import Problem, Solution, Solver, largest, smallest, token_factors, total_nbytes
@@ -83,7 +84,8 @@ def fit(outline: Outline, budget: Budget, cap_tokens: int | None, rank: int = 0,
         budget = _authoritative_budget(outline, problem, budget, warnings)
         alone = _solve(problem, budget.nbytes, outline, warnings)
     except BudgetError as error:
-        raise refuse_budget(error, budget, outline.device, outline.options.values) from error
+        levers = _levers(outline, problem, error)
+        raise refuse_budget(error, budget, outline.device, outline.options.values, levers) from error
     agreed = yield tuple(alone.sizes[name] for name in fixed)
     pinned = dict(zip(fixed, agreed, strict=True))
     solver = Solver(problem, budget.nbytes, pinned)
@@ -193,7 +195,7 @@ def _problem(outline: Outline, cap_tokens: int | None) -> Problem:
         raise PlanError(f"page_size={page} leaves no room for a page beside padding among {MAX_SLOTS:,} slots")
     for name, value in given.items():
         if value < page:
-            raise PlanError(f"{name}={value} is less than one page; give at least page_size={page}")
+            raise PlanError(f"{name}={value} is less than one page of page_size={page}; give at least {page}")
     name = min(given, key=lambda key: given[key]) if given else "max_total_tokens"
     return Problem(
         spaces=outline.spaces,
@@ -266,6 +268,11 @@ def _solve(problem: Problem, budget_bytes: int, outline: Outline, warnings: list
         return Solver(problem, budget_bytes).solve()
     Solver(problem, budget_bytes, {REQUESTS: 1}).check_cap()
     workers = outline.parallel.attn_dp_size
+    if rest := (outline.given.max_running_requests or 0) % workers:
+        warnings.append(
+            f"max_running_requests={outline.given.max_running_requests} over {workers} workers: {asked} each, and {rest} of "
+            f"them nowhere; give a multiple of {workers}"
+        )
     charge = _Charge(problem, budget_bytes, workers)
     with_states = charge.within_states(asked, warnings)
     fixed = charge.within_cap(with_states)
@@ -281,6 +288,47 @@ def _solve(problem: Problem, budget_bytes: int, outline: Outline, warnings: list
             f"{solution.tokens} tokens; {problem.cap_name if solution.bound == problem.cap_name else raised_by} raises it"
         )
     return solution
+
+
+LEAST_BITS = 4
+"""Bits of the narrowest keys and values."""
+
+
+def _levers(outline: Outline, problem: Problem, error: BudgetError) -> list[str]:
+    """Return what would make the smallest cache smaller: each takes, or may take, as many bytes as are missing."""
+    given, missing = outline.given, error.needed_bytes - error.budget_bytes
+    rows = max(1, given.max_running_requests or 1)
+    solver = Solver(problem, error.needed_bytes, {REQUESTS: rows // outline.parallel.attn_dp_size or 1})
+    tokens = solver.floor_tokens()
+    sizes = solver.sizes(tokens)
+    device = [buffer for buffer in problem.buffers if buffer.memory == "device"]
+
+    def taken(chosen: Iterable[Buffer]) -> int:
+        return sum(bytes_of(list(chosen), problem.spaces, sizes, problem.granularity_bytes))
+
+    of_requests = taken(b for b in device if b.space == REQUESTS)
+    of_states = taken(b for b in device if b.space == STATE)
+    of_tokens = taken(b for b in device if b.is_kv and b.space not in (REQUESTS, STATE))
+    found = []
+    if given.max_state_slots is not None and of_states >= missing:
+        found.append(f"fewer than max_state_slots={given.max_state_slots}")
+    if problem.page_size > MIN_TOKENS and of_tokens >= missing:
+        found.append(f"a page_size below {problem.page_size}")
+    if tokens > max(problem.page_size, MIN_TOKENS) and given.swa_full_tokens_ratio is not None:
+        found.append(f"a swa_full_tokens_ratio above {given.swa_full_tokens_ratio}")
+    alone = Solver(problem, error.budget_bytes, {REQUESTS: 1})
+    if (
+        rows > 1
+        and "max_running_requests" not in str(error)
+        and alone.nbytes(alone.floor_tokens()) <= error.budget_bytes
+    ):
+        found.append(f"fewer than max_running_requests={rows}")
+    if of_requests >= missing:
+        found.append("a shorter context_length")
+    bits = dtypes.find(outline.request_pool.query.kv_dtype).bits
+    if of_tokens * (bits - LEAST_BITS) // bits >= missing:
+        found.append("a narrower kv_cache_dtype")
+    return found
 
 
 def _asked(limit: int, workers: int) -> str:
@@ -319,23 +367,44 @@ class _Charge:
         if fits < limit:
             warnings.append(
                 f"max_running_requests: {_asked(limit, self.workers)}, {fits} fit, since a request may hold {each[1]} "
-                f"of the {slots} state slots; max_state_slots={limit * each[1] * self.workers} serves all of them"
+                f"of the {slots} state slots; {self._more_states(limit, fits, each)}"
             )
         return min(limit, fits)
+
+    def _more_states(self, limit: int, fits: int, each: tuple[int, int]) -> str:
+        """Return how many requests states that the user states outright would serve in this memory."""
+        spaces = self.problem.spaces
+
+        def holds(requests: int) -> bool:
+            rule = SizeRule(fixed=-(-requests * each[1] // each[0]), needs=spaces[STATE].rule.needs)
+            problem = msgspec.structs.replace(
+                self.problem, spaces={**spaces, STATE: msgspec.structs.replace(spaces[STATE], rule=rule)}
+            )
+            return _Charge(problem, self.budget_bytes, self.workers).nbytes(requests, MIN_TOKENS) <= self.budget_bytes
+
+        served = largest(holds, fits, limit)
+        if served == fits:
+            return "a larger budget raises it"
+        slots = -(-served * each[1] // each[0]) * self.workers
+        return f"max_state_slots={slots} serves {'all' if served == limit else served} of them"
 
     def served(self, limit: int, tokens_each: int = MIN_TOKENS) -> int:
         """Return the most requests up to `limit` that have `tokens_each` tokens each."""
         return largest(lambda count: self.nbytes(count, tokens_each) <= self.budget_bytes, 0, limit)
 
     def least_budget(self, requests: int, tokens_each: int) -> int:
-        """Return a budget for `requests` with their tokens; the smallest, but for a slot of a space with a share of it."""
+        """Return a budget for `requests` with their tokens, or as many as have states then; the smallest, but for a slot of states."""
 
         def holds(budget_bytes: int) -> bool:
             charge = _Charge(self.problem, budget_bytes, self.workers)
-            served = charge.within_states(requests, []) == requests
-            return served and charge.nbytes(requests, tokens_each) <= budget_bytes
+            return charge.nbytes(charge.served_states(requests), tokens_each) <= budget_bytes
 
-        return smallest(holds, self.nbytes(requests, tokens_each), NOBODY) or NOBODY
+        low = _Charge(self.problem, 0, self.workers).nbytes(1, tokens_each)
+        return smallest(holds, low, NOBODY) or NOBODY
+
+    def served_states(self, limit: int) -> int:
+        """Return `limit`, or the most requests whose states have slots and which have their tokens under the cap."""
+        return self.within_cap(self.within_states(limit, []))
 
     def refuse_tables(self, requests: int, asked: int) -> None:
         """Refuse a limit whose tables do not fit beside one page per request.
@@ -346,12 +415,12 @@ class _Charge:
             BudgetError: always then; gives the bytes and the number that fits.
         """
         page, spaces = self.problem.page_size, self.problem.spaces
-        wanted = self.within_cap(asked) if STATE in spaces and spaces[STATE].rule.shares else requests
         own = [b for b in self.problem.buffers if b.space == REQUESTS and b.memory == "device"]
-        tables = sum(bytes_of(own, spaces, {REQUESTS: wanted}, self.problem.granularity_bytes))
-        if not tables or self.nbytes(requests, page) <= self.budget_bytes:
+        if not own or self.nbytes(requests, page) <= self.budget_bytes:
             return
-        needed = self.least_budget(wanted, page)
+        needed = self.least_budget(asked, page)
+        wanted = _Charge(self.problem, needed, self.workers).served_states(asked)
+        tables = sum(bytes_of(own, spaces, {REQUESTS: wanted}, self.problem.granularity_bytes))
         fits = self.served(requests, max(MIN_TOKENS, page))
         raise BudgetError(
             f"max_running_requests={wanted * self.workers} needs {needed:,} bytes with one page per request "

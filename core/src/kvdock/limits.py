@@ -10,6 +10,8 @@ from kvdock.outline import Outline
 from kvdock.sizing import Problem, Solution, Solver
 
 LARGER_BUDGET = "a larger budget"
+CAP = "max_total_tokens"
+TABLE_SHARE = "request_table_share"
 CHEAPER_TOKENS = (LARGER_BUDGET, "a narrower kv_cache_dtype", "more ranks")
 
 
@@ -49,7 +51,7 @@ def limit_warnings(limits: tuple[Limit, ...]) -> list[str]:
     """Return a sentence for each limit that is lower than what was asked for."""
     tokens, _, length = limits[:3]
     found = []
-    if tokens.requested is not None and tokens.factor != "max_total_tokens":
+    if tokens.requested is not None and not tokens.factor.startswith(CAP):
         found.append(
             f"max_total_tokens={tokens.requested} is more than the {tokens.effective} tokens that fit "
             f"({tokens.factor} binds)"
@@ -67,9 +69,19 @@ def _token_limit(outline: Outline, solution: Solution, tokens: int) -> Limit:
         name="tokens",
         requested=outline.given.max_total_tokens,
         effective=tokens,
-        factor=solution.bound,
+        factor=_token_factor(outline, solution, tokens),
         raised_by=_raises_tokens(outline, solution.bound),
     )
+
+
+def _token_factor(outline: Outline, solution: Solution, tokens: int) -> str:
+    """Return what stopped the growth; a user's cap with what makes more tokens of it: it counts a rank's device slots."""
+    if solution.bound != CAP or tokens <= solution.tokens:
+        return solution.bound
+    options = outline.options.values
+    ratio = options.hisparse_host_to_device_ratio if options.hisparse else 1
+    factors = {"dcp_size": outline.parallel.dcp_size, "hisparse_host_to_device_ratio": ratio or 1}
+    return " · ".join([CAP, *(f"{name} ({factor})" for name, factor in factors.items() if factor > 1)])
 
 
 def _raises_tokens(outline: Outline, bound: str) -> tuple[str, ...]:
@@ -115,7 +127,8 @@ def _request_factor(outline: Outline, solver: Solver, solution: Solution) -> tup
         return f"device slots // {caps[DEVICE][1]}", ("hisparse_device_buffer_size (a smaller one)", LARGER_BUDGET)
     if requests < space.rule.at_least:
         share = _binding_share(solver, space)
-        return share, (share, "max_running_requests", "context_length (a shorter one)")
+        shorter = ("context_length (a shorter one)",) if share == TABLE_SHARE else ()
+        return share, (share, "max_running_requests", *shorter)
     return "tokens · 512 / context_length, from 2048 to 4096", ("max_running_requests",)
 
 
@@ -123,12 +136,14 @@ def _binding_share(solver: Solver, space: Space) -> str:
     """Return the option whose share of the budget lets the fewest requests have what each keeps."""
     shares = {share.counts: solver.within_share(space, share) for share in space.rule.shares}
     states = shares.get("kv", 0) < shares.get("bookkeeping", 0)
-    return "request_state_share" if states else "request_table_share"
+    return "request_state_share" if states else TABLE_SHARE
 
 
 def _raises_states(outline: Outline) -> tuple[str, ...]:
     if outline.given.max_state_slots is not None:
         return ("max_state_slots",)
+    if outline.options.values.state_sizing == "ratio":
+        return ("max_state_slots", "state_memory_ratio", LARGER_BUDGET)
     return ("max_running_requests (states then follow it)", "state_memory_ratio", LARGER_BUDGET)
 
 

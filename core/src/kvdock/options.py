@@ -19,6 +19,9 @@ from kvdock.checked import check_fields, show
 from kvdock.errors import PlanError, nearest
 
 MAX_COUNT = 2**63 - 1
+MAX_NUMBERED = 2**31 - 1
+"""Most rows or slots that a 32-bit table can number."""
+MAX_RATIO = 2**20
 MAX_DRAFT = 2**20
 """Most draft steps, branches or tokens that are believed."""
 
@@ -68,7 +71,7 @@ class CacheOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     mem_fraction_static: float | None = None
     """Share of the memory free before loading that weights and cache may take. Default 0.9. Read by the budget."""
     max_total_tokens: int | None = None
-    """Tokens to plan for, per rank; caps what the memory would hold. Read by the solver."""
+    """Tokens to plan for, in the device slots of one rank; caps what the memory would hold. Read by the solver."""
     max_running_requests: int | None = None
     """Requests at the same time, over all workers of DP attention (plain replicas: each). Read by the space ``requests``."""
     context_length: int | None = None
@@ -105,7 +108,7 @@ class CacheOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     state_sizing: Literal["auto", "ratio"] | None = None
     """``ratio`` sizes states by `state_memory_ratio` whatever the request limit. Default ``auto``."""
     state_memory_ratio: float | None = None
-    """Bytes of states per byte of KV. Default 0.9. Read by state spaces."""
+    """r: states take r / (1 + r) of the budget. Default 0.9. Read by state spaces."""
     state_extra_buffer: Literal["off", "on", "lazy"] | None = None
     """Extra state slots for tracking. Default ``off``. Read by state spaces."""
     state_dtype: str | None = None
@@ -192,8 +195,8 @@ class CacheOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         for name in _SPECULATIVE:
             _check_range(name, getattr(self, name), 1, MAX_DRAFT)
         _check_range("decode_extra_slots", self.decode_extra_slots, 0, MAX_COUNT)
-        for name in ("page_size", "context_length"):
-            _check_range(name, getattr(self, name), 1, 2**31 - 1)
+        for name in _NUMBERED:
+            _check_range(name, getattr(self, name), 1, MAX_NUMBERED)
         for name in ("mem_fraction_static", "request_table_share", "request_state_share"):
             _check_fraction(name, getattr(self, name))
         for name in ("swa_full_tokens_ratio", "state_memory_ratio"):
@@ -204,22 +207,36 @@ class CacheOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 dtypes.find(value, option=name)
         if self.speculative_algorithm is not None:
             msgspec.structs.force_setattr(self, "speculative_algorithm", _algorithm(self.speculative_algorithm))
+        for name in _DATA:
+            _check_data(name, getattr(self, name))
 
 
 _DTYPES = ("kv_cache_dtype", "index_dtype", "model_dtype", "state_dtype")
 _POSITIVE = (
     "max_total_tokens",
-    "max_running_requests",
     "host_budget_bytes",
     "swa_eviction_interval",
     "chunked_prefill_size",
     "max_prefill_tokens",
-    "max_state_slots",
     "replay_ring_length",
     "hisparse_top_k",
     "hisparse_device_buffer_size",
     "hisparse_host_to_device_ratio",
     "hisparse_swap_in_block_size",
+)
+_NUMBERED = ("page_size", "context_length", "max_running_requests", "max_state_slots")
+_DATA = (
+    "attention_backend",
+    "prefill_attention_backend",
+    "decode_attention_backend",
+    "sparse_prefill_backend",
+    "sparse_decode_backend",
+    "linear_backend",
+    "draft",
+    "plugins",
+    "no_plugins",
+    "prefer",
+    "plugin_options",
 )
 _SPECULATIVE = ("speculative_num_steps", "speculative_topk", "speculative_num_draft_tokens")
 
@@ -397,6 +414,8 @@ def _draft(entry: str | dict[str, Any]) -> Draft:
     """Return what an entry of `draft` describes: a config names an architecture or layers, a `Draft` its own fields."""
     if isinstance(entry, str) or entry.keys() & {"architectures", "model_type"}:
         return Draft(model=entry)
+    if not entry:
+        raise PlanError("draft={} says nothing; give the draft's config (a path, or as data), or the fields of a Draft")
     if not entry.keys() & set(Draft.__struct_fields__):
         return Draft(model=entry)
     made: Draft = _make(Draft, entry, "draft field")
@@ -457,8 +476,20 @@ def _check_ratio(name: str, value: float | None) -> None:
     if value is None:
         return
     try:
-        fits = 0 < Decimal(str(value)) <= 2**20
+        fits = 0 < Decimal(str(value)) <= MAX_RATIO
     except InvalidOperation:
         fits = False
     if not fits:
-        raise PlanError(f"{name}={value} is no ratio; give a number above 0")
+        raise PlanError(f"{name}={value} is no ratio; give a number above 0 and at most {MAX_RATIO:,}")
+
+
+def _check_data(name: str, value: Any) -> None:
+    """Refuse what a plan file could not hold: objects, and texts that are no Unicode."""
+    if value is None or (isinstance(value, str) and value.isascii()):
+        return
+    try:
+        msgspec.json.encode(value)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise PlanError(
+            f"option {name}={show(value)} is no data: give texts, numbers, lists, names and values"
+        ) from error

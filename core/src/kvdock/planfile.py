@@ -98,10 +98,13 @@ def load(text: str | bytes, registry: Registry | None = None) -> CachePlan:
     options = make_options(_section(inputs, "options"))
     registry = registry if registry is not None else installed(options)
     _compare_plugins(_section(data, "plugins"), registry)
-    plan = _plan_again(inputs, _converted("agreement", data["agreement"], Agreement), options, registry)
+    agreement = _converted("agreement", data["agreement"], Agreement)
+    if not 0 <= agreement.rank < agreement.ranks:
+        raise PlanError(f"plan file: agreement: rank {agreement.rank} is none of {agreement.ranks} ranks; plan again")
+    plan = _plan_again(inputs, agreement, options, registry)
     plan = msgspec.structs.replace(plan, read_by=_converted("read_by", data["read_by"], tuple[Decision, ...]))
     written = msgspec.json.decode(dump(plan))
-    for name in ("inputs", "options", *RESULTS):
+    for name in ("plugins", "inputs", "options", *RESULTS):
         _compare(name, data[name], written[name])
     return plan
 

@@ -10,7 +10,7 @@ import msgspec
 from kvdock import planfile
 from kvdock.budget import Budget, find_budget, late_slack_bytes
 from kvdock.costs import Costs, SlotCost, bytes_per_token, find_costs, kv_bytes_held, slots_held
-from kvdock.device import DeviceInfo
+from kvdock.device import GIVEN_BUDGET, DeviceInfo, budget_device
 from kvdock.errors import PlanError
 from kvdock.fitting import Agreement, Fitted, Vector, fit, replay
 from kvdock.layout import MAX_SLOTS, REQUESTS, Buffer
@@ -155,12 +155,18 @@ class CachePlan(msgspec.Struct, frozen=True, kw_only=True):
                 "give group=, the process group of them all"
             )
 
+        if budget_bytes is None:
+            raise PlanError("budget_bytes=None is no budget; give the bytes for everything that kvdock allocates")
+
         def steps(rank: int = 0, ranks: int = 1) -> PlanSteps:
             if cap_tokens is not None:
                 _check_count("cap_tokens", cap_tokens)
-            budget = find_budget(self.device, self.options.values, budget_bytes, None)
+            outline = self.outline
+            if outline.device.source == GIVEN_BUDGET:
+                outline = msgspec.structs.replace(outline, device=budget_device(budget_bytes))
+            budget = find_budget(outline.device, self.options.values, budget_bytes, None)
             asked = Asked(cap_tokens=cap_tokens, rank=rank, ranks=ranks)
-            return (yield from _sized(self.outline, budget, asked))
+            return (yield from _sized(outline, budget, asked))
 
         sized = replay(steps(), ()) if group is None else agree_over(group, steps)
         return msgspec.structs.replace(sized, read_by=self.read_by)

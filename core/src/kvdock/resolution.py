@@ -98,8 +98,10 @@ def _check_speculation(given: CacheOptions) -> None:
 
 
 def _check_plugin_options(options: CacheOptions, registry: Registry) -> None:
-    known = [member.name for member in registry.members]
+    known = [member.name for member in registry.members if member.tier != "core"]
     for name in options.plugin_options or {}:
+        if name == "core":
+            raise PlanError("plugin_options names 'core', whose options are those of CacheOptions; give them there")
         if name not in known:
             raise PlanError(f"plugin_options names {name!r}, which is not loaded{nearest(name, known)}")
 

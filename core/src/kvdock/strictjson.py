@@ -25,7 +25,7 @@ def parse_object(raw: bytes, shown: str, advice: str, *, allow_infinity: bool = 
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise PlanError(f"{shown} is not UTF-8 text (byte {error.start}); {advice}, saved as UTF-8") from error
+        raise PlanError(f"{shown} is not UTF-8 text (byte {error.start}); save it as UTF-8, or {advice}") from error
     try:
         data = json.loads(
             text,
@@ -88,7 +88,7 @@ def _not_json(text: str, error: json.JSONDecodeError, shown: str, advice: str) -
         return f"{shown} is empty; {advice}"
     cut = error.pos >= len(text.rstrip()) or error.msg.startswith("Unterminated string")
     what = "ends too early (a download cut short?)" if cut else f"is not JSON: {error.msg}"
-    return f"{shown} {what} at line {error.lineno}, column {error.colno}; {advice}, complete"
+    return f"{shown} {what} at line {error.lineno}, column {error.colno}; is the file complete? Else {advice}"
 
 
 def check_depth(data: Any, shown: str, advice: str) -> None:

@@ -203,17 +203,13 @@ def _read_index(path: Path) -> dict[str, str]:
     homes = parse_object(_read(path, 0, size), _shown(path), AGAIN).get("weight_map")
     if not isinstance(homes, dict) or not homes:
         raise PlanError(f"{_shown(path)} has no weight_map from tensors to files; {AGAIN}")
-    for name in set(map(_text, homes.values())):
-        if name is None or not _is_plain(name):
+    for name in {value if isinstance(value, str) else repr(value) for value in homes.values()}:
+        if not _is_plain(name):
             raise PlanError(
                 f"{_shown(path)} names the file {printable(repr(name))}, which is no plain name ending in {ENDING}; "
                 f"give an index of files beside it, or give weights_bytes (--weights)"
             )
     return homes
-
-
-def _text(value: Any) -> str | None:
-    return value if isinstance(value, str) else None
 
 
 def _is_plain(name: str) -> bool:

@@ -70,7 +70,7 @@ def read_whole(context: click.Context, parameter: click.Parameter, text: str | N
     """Return a whole number (8.0 is one), or ``None`` without one; its range is checked where it is used."""
     if text is None:
         return None
-    if not re.fullmatch(r"[+-]?[0-9]{1,18}(\.0*)?", text.strip()):
+    if not re.fullmatch(r"[+-]?[0-9]{1,40}(\.0*)?", text.strip()):
         raise click.BadParameter(f"{text!r} is no whole number; give one such as 8", context, parameter)
     return int(text.strip().partition(".")[0])
 

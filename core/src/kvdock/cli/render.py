@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group
@@ -21,6 +21,8 @@ from kvdock.cli.text import printable
 if TYPE_CHECKING:
     from kvdock.testing.report import Report
 
+WIDEST_WORD = 48
+"""Longer words are broken where a table is narrow: paths, lists without spaces."""
 PIPE_COLUMNS = 140
 """Width where the output is no terminal, so that piped tables are not folded."""
 
@@ -33,17 +35,39 @@ def console() -> Console:
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], numeric: Sequence[str] = ()) -> RichTable:
     """Return a table of literal texts; `numeric` columns are set to the right."""
+    heads, texts = [printable(column) for column in columns], [[printable(str(cell)) for cell in row] for row in rows]
     drawn = RichTable(title=Text(title, style="bold"), title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    for column in columns:
-        drawn.add_column(Text(printable(column)), justify="right" if column in numeric else "left", overflow="fold")
-    for row in rows:
-        drawn.add_row(*(Text(printable(str(cell))) for cell in row))
+    for place, column in enumerate(columns):
+        justify: Literal["left", "right"] = "right" if column in numeric else "left"
+        least = _least_width([heads[place], *(row[place] for row in texts)], whole=column in numeric)
+        drawn.add_column(Text(heads[place]), justify=justify, overflow="fold", min_width=min(least, WIDEST_WORD))
+    for row in texts:
+        drawn.add_row(*map(Text, row))
     return drawn
 
 
+def _least_width(texts: Sequence[str], *, whole: bool) -> int:
+    """Return the width of a column at which no word is broken, or no text."""
+    return max((len(word) for text in texts for word in ([text] if whole else text.split())), default=0)
+
+
+def _records(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Group:
+    """Return each row of a table as lines of names and values, for a terminal too narrow for the table."""
+    blocks = [_grid([(f" {column}", str(cell)) for column, cell in zip(columns, row, strict=True)]) for row in rows]
+    return Group(Text(title, style="bold"), *(part for block in blocks for part in (block, Text(""))))
+
+
 def draw_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], numeric: Sequence[str] = ()) -> None:
-    """Print a table."""
-    console().print(table(title, columns, rows, numeric))
+    """Print a table; row by row where the terminal is too narrow to show it without breaking words."""
+    _print_table(console(), title, columns, list(rows), numeric)
+
+
+def _print_table(
+    out: Console, title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], numeric: Sequence[str]
+) -> None:
+    drawn = table(title, columns, rows, numeric)
+    fits = drawn.__rich_measure__(out, out.options.update(max_width=10_000)).minimum <= out.width
+    out.print(drawn if fits else _records(title, columns, rows))
 
 
 def draw(page: Page) -> None:
@@ -51,7 +75,7 @@ def draw(page: Page) -> None:
     out = console()
     for item in page:
         if isinstance(item, Table):
-            out.print(table(item.title, item.columns, item.rows, item.numeric))
+            _print_table(out, item.title, item.columns, item.rows, item.numeric)
         elif isinstance(item, Facts):
             out.print(_grid(item.rows))
         elif isinstance(item, Line):
