@@ -143,7 +143,7 @@ SUGGESTED = {
     "tokens of a page": (
         "heads",
         {"options": {"max_total_tokens": 9, "page_size": 16}},
-        r"give at least page_size=(\d+)",
+        r"give at least (\d+)",
         "max_total_tokens",
     ),
     "state slots": (

@@ -139,6 +139,23 @@ def folder(tmp_path):
     return tmp_path
 
 
+def test_more_ranks_that_serve_count_the_weights_of_a_folder_anew(folder):
+    # 8 heads of 128 in 4 layers: 16,384 bytes a token. Of 4 MiB weights take 2 MiB and 2 KiB; on two ranks half of the
+    # matrix and the whole norm.
+    device = msgspec.structs.replace(SMALL, free_before_load_bytes=4 * MIB, free_bytes=4 * MIB)
+    options = {"mem_fraction_static": 1.0, "max_running_requests": 1}
+    made = kvdock.plan(str(folder), device=device, options=options, registry=core_only())
+    assert made.budget.weights_bytes == 2 * MIB + 2048
+    answer = kvdock.serves(made, 1, 200, model=str(folder))
+    (remedy,) = (remedy for remedy in answer.remedies if "tp_size" in remedy.change)
+    assert (remedy.change, remedy.note) == ({"tp_size": 2}, "the weights of a rank counted anew from the headers")
+    more = kvdock.plan(str(folder), device=device, options=options, parallel={"tp_size": 2}, registry=core_only())
+    assert more.budget.weights_bytes == MIB + 2048
+    assert kvdock.serves(more, 1, 200).fits
+    (scaled,) = (remedy for remedy in kvdock.serves(made, 1, 200).remedies if "tp_size" in remedy.change)
+    assert scaled.change == {"tp_size": 2, "weights_bytes": MIB + 1024}
+
+
 def test_weights_of_a_folder_are_counted_anew_for_every_size(folder):
     answer = smallest(str(folder), tokens=10**9)
     weights = [trial.weights_bytes for trial in answer.trials]
@@ -218,6 +235,15 @@ def test_stated_weights_are_scaled_with_the_ranks():
         ({"page_sise": [1]}, "no input of a plan is called 'page_sise'; did you mean 'page_size'"),
         ({"page_size": []}, r"page_size=\[\] lists no values"),
         ({"device": "h200"}, "device='h200' lists no values; give at least one, in a list"),
+        (
+            {"page_size": 3},
+            r"axes: page_size=3 lists no values; give at least one, in a list, as \{'page_size': \[a, b\]\}",
+        ),
+        (
+            [("page_size", [3])],
+            r"axes=\[.*\] does not fit; give inputs with their values, as \{'page_size': \[1, 16\]\}",
+        ),
+        (None, "axes=None does not fit"),
     ],
 )
 def test_axes_that_say_nothing_are_refused(axes, reason):
@@ -264,7 +290,8 @@ def test_stages_show_their_layers_and_totals_cover_all_workers():
         (2, 1, (2, 3)),
         (3, 1, (2, 3)),
     ]
-    assert table.workers == 2
+    assert (table.workers, table.replicas) == (2, 1)
+    assert ranks(budget_bytes=GIB, parallel={"dp_size": 3}).replicas == 3
     assert table.max_total_num_tokens == 2 * table.ranks[0].tokens
     assert table.total_bytes == sum(row.planned_bytes for row in table.ranks)
     assert table.unused_bytes == sum(row.unused_bytes for row in table.ranks)

@@ -221,6 +221,21 @@ def test_ranks_have_weights_of_their_own(config):
     assert "20 (0-19)" in shown("plan", config, *arguments)
 
 
+def test_memory_of_replicas_is_told_of_one_and_of_all(config):
+    text = shown("plan", config, "--memory", "1GiB", "--dp", 2, "--ranks")
+    table = answered("plan", config, "--memory", "1GiB", "--dp", 2, "--ranks")
+    nbytes = table["total_bytes"]
+    assert line_of(text, "tokens").endswith("over 2 workers")
+    assert line_of(text, "planned") == (
+        f"planned 1,023.93 MiB ({nbytes:,} bytes) on 1 rank of each of 2 replicas; 2.00 GiB ({2 * nbytes:,} bytes) on all of them"
+    )
+    assert line_of(text, "unused").endswith(f"({2 * table['unused_bytes']:,} bytes) on all of them")
+    alone = shown("plan", config, "--memory", "1GiB", "--ranks")
+    assert line_of(alone, "planned") == f"planned 1,023.93 MiB ({nbytes:,} bytes) on 1 rank"
+    shared = shown("plan", config, "--memory", "1GiB", "--tp", 2, "--dp", 2, "--dp-attention", "--ranks")
+    assert line_of(shared, "planned").endswith("bytes) on 2 ranks")
+
+
 # Forms.
 
 ANSWERS = [
@@ -249,8 +264,11 @@ def test_every_answer_is_one_json_document_a_drawing_and_markdown(config, questi
 
 
 REFUSED = {
-    "two questions": (["--fit", "8", "--ranks"], "--fit and --ranks are two questions; ask one of them"),
-    "compare and explain": (["--compare", "tp=1", "--explain"], "--compare and --explain are two questions"),
+    "two questions": (["--fit", "8", "--ranks"], "--fit prints the smallest --tp, --ranks prints every rank"),
+    "compare and explain": (
+        ["--compare", "tp=1", "--explain"],
+        "--explain prints every decision and every byte of one plan; choose one of them",
+    ),
     "requests alone": (["--requests", "8"], "--requests asks nothing alone; give --length L"),
     "requests beside fit": (["--fit", "8", "--requests", "8"], "--requests has no effect beside --fit"),
     "length beside max-length": (["--max-length", "--length", "8"], "--length has no effect beside --max-length"),

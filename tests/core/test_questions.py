@@ -215,12 +215,45 @@ def test_the_smallest_fraction_serves_and_a_thousandth_less_does_not():
     assert obstacles(again(made, {"mem_fraction_static": round(fraction - 0.001, 3)}), requests, length)
 
 
-def test_a_budget_above_the_device_is_said_to_be_one():
+def test_a_budget_above_the_device_is_said_to_be_one_and_not_offered():
     make, requests, length = PLANS["more than the device"]
     answer = kvdock.serves(make(), requests, length)
-    assert not any("mem_fraction_static" in change for change in changes(answer))
+    assert not any(change.keys() & {"mem_fraction_static", "budget_bytes"} for change in changes(answer))
+    assert answer.budget_bytes > 512 * MIB
+    assert answer.budget_note == (
+        "more memory than small has, where 512.00 MiB (536,870,912 bytes) are free beside weights and reserve"
+    )
+
+
+def test_a_budget_that_a_device_has_is_offered_beside_a_share_of_it():
+    make, requests, length = PLANS["a share of a device"]
+    answer = kvdock.serves(make(), requests, length)
     (budget,) = (remedy for remedy in answer.remedies if "budget_bytes" in remedy.change)
-    assert budget.note == ("given outright, not as a share of small, which has 512.00 MiB (536,870,912 bytes) for it")
+    assert (answer.budget_note, budget.note) == ("", "given outright, not as a share of small")
+
+
+@pytest.mark.parametrize("spare", [0, -1])
+def test_a_budget_that_is_given_on_a_device_is_raised_up_to_what_is_free_there(spare):
+    least = kvdock.serves(plan(budget=2 * MIB), 4, 900).budget_bytes
+    free = least + spare
+    device = msgspec.structs.replace(SMALL, free_before_load_bytes=free, free_bytes=free)
+    answer = kvdock.serves(plan(budget=2 * MIB, device=device), 4, 900)
+    assert answer.budget_bytes == least
+    offered = [change for change in changes(answer) if "budget_bytes" in change]
+    if spare < 0:
+        assert offered == []
+        assert answer.budget_note.startswith("more memory than small has, where 7.")
+        assert answer.budget_note.endswith(f"({free:,} bytes) are free")
+    else:
+        assert (offered, answer.budget_note) == ([{"budget_bytes": least}], "")
+        assert kvdock.serves(plan(budget=least, device=device), 4, 900).fits
+
+
+def test_a_budget_without_a_device_may_be_any():
+    made = kvdock.plan(model(), budget_bytes=MIB, options={"page_size": 16}, registry=core_only())
+    answer = kvdock.serves(made, 4, 900)
+    assert answer.budget_note == ""
+    assert {"budget_bytes": answer.budget_bytes} in changes(answer)
 
 
 def test_more_ranks_share_the_weights():

@@ -25,7 +25,7 @@ def test_a_plan_of_a_budget_alone_takes_any_other_budget():
     larger = plan(budget=2**26).replan(budget_bytes=2**28)
     assert larger.spaces == plan(budget=2**28).spaces
     assert kvdock.CachePlan.from_json(larger.to_json(), core_only()).to_json() == larger.to_json()
-    with pytest.raises(PlanError, match="budget_bytes=None"):
+    with pytest.raises(PlanError, match="budget_bytes=None is no number of bytes"):
         larger.replan(budget_bytes=None)
 
 
@@ -143,3 +143,22 @@ def test_states_of_requests_are_not_raised_by_a_shorter_context():
     assert "context_length (a shorter one)" in limit.raised_by
     shorter = plan(budget=2**22, request_table_share=0.001, context_length=64)
     assert shorter.max_running_requests > made.max_running_requests
+
+
+@pytest.mark.parametrize("columns", [60, 80, 100, 140])
+def test_no_terminal_breaks_a_number_or_a_word(columns, monkeypatch, capsys):
+    from kvdock.cli.render import draw_table
+
+    monkeypatch.setenv("COLUMNS", str(columns))
+    heads = ["space", *(f"tp_size {2**i}" for i in range(8))]
+    rows = [["bookkeeping", *(f"1,886,20{i}" for i in range(8))], ["memory", *("140.40 GiB" for _ in range(8))]]
+    draw_table("spaces", heads, rows, heads[1:])
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= columns
+    assert all(text in shown for text in ["bookkeeping", *(f"1,886,20{i}" for i in range(8)), "140.40 GiB"])
+
+
+def test_nothing_of_a_length_beyond_the_context_runs_at_once():
+    made = plan(context_length=128)
+    assert made.concurrency(128) > 0
+    assert made.concurrency(129) == 0

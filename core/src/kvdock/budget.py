@@ -8,6 +8,7 @@ from typing import Literal
 
 import msgspec
 
+from kvdock.checked import show
 from kvdock.demand import draft_tokens
 from kvdock.device import GIVEN_BUDGET, DeviceInfo
 from kvdock.errors import BudgetError, PlanError
@@ -49,6 +50,16 @@ def show_bytes(nbytes: int) -> str:
     return f"{nbytes:,} bytes"
 
 
+def check_bytes(name: str, value: object) -> None:
+    """Refuse what is no number of bytes.
+
+    Raises:
+        PlanError: names the argument and what fits.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
+        raise PlanError(f"{name}={show(value)} is no number of bytes; give a whole number from 0 to 2^63 - 1")
+
+
 def find_budget(
     device: DeviceInfo,
     options: CacheOptions,
@@ -69,8 +80,8 @@ def find_budget(
     """
     taken = {"weights_bytes": weights_bytes, "reserve_bytes": reserve_bytes}
     for name, value in {"budget_bytes": budget_bytes, **taken}.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63):
-            raise PlanError(f"{name}={value!r} is no number of bytes; give a whole number from 0 to 2^63 - 1")
+        if value is not None:
+            check_bytes(name, value)
     if budget_bytes is None:
         claims = Budget(
             nbytes=0,

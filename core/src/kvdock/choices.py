@@ -108,11 +108,15 @@ class RankRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankTable(msgspec.Struct, frozen=True, kw_only=True, tag_field="question", tag="ranks"):
-    """Every rank of one replica, and what the deployment holds over all its workers; bytes are those of one replica."""
+    """Every rank of one replica, and what the deployment holds over all its workers.
+
+    Tokens and requests are those of all `workers`, bytes those of one of `replicas` replicas.
+    """
 
     ranks: tuple[RankRow, ...]
     binding_rank: int
     workers: int
+    replicas: int
     max_total_num_tokens: int
     max_running_requests: int
     max_request_tokens: int
@@ -135,6 +139,7 @@ def survey(deployment: Deployment) -> RankTable:
         ranks=tuple(map(_row, plans)),
         binding_rank=deployment.agreement.binding_rank,
         workers=deployment.workers,
+        replicas=deployment.replicas,
         max_total_num_tokens=deployment.max_total_num_tokens,
         max_running_requests=deployment.max_running_requests,
         max_request_tokens=plans[0].max_request_tokens,
@@ -347,6 +352,7 @@ def compare(
         PlanError: no such input, or an axis without values.
         KVDockError: no variant can be planned, all for the same reason.
     """
+    _check_axes(axes)
     inputs = _Inputs(
         model=model,
         device=device,
@@ -357,7 +363,6 @@ def compare(
         reserve_bytes=reserve_bytes,
         registry=registry,
     )
-    _check_axes(axes)
     failures: list[KVDockError] = []
     variants = tuple(_variant(inputs, name, value, failures) for name, values in axes.items() for value in values)
     _refuse_all(failures, len(variants))
@@ -366,13 +371,17 @@ def compare(
 
 def _check_axes(axes: Mapping[str, Sequence[Any]]) -> None:
     known = (*PLACES, *CacheOptions.__struct_fields__, *Parallelism.__struct_fields__)
+    if not isinstance(axes, Mapping):
+        raise PlanError(f"axes={show(axes)} does not fit; give inputs with their values, as {{'page_size': [1, 16]}}")
     if not axes:
         raise PlanError("there is nothing to compare; give an axis, for example kv_cache_dtype with two values")
     for name, values in axes.items():
         if name not in known:
             raise PlanError(f"no input of a plan is called {show(name)}{nearest(str(name), known)}")
-        if isinstance(values, str) or not values:
-            raise PlanError(f"{name}={show(values)} lists no values; give at least one, in a list")
+        if not isinstance(values, Sequence) or isinstance(values, str | bytes) or not values:
+            raise PlanError(
+                f"axes: {name}={show(values)} lists no values; give at least one, in a list, as {{'{name}': [a, b]}}"
+            )
 
 
 def _name_of(model: Any) -> str:

@@ -8,7 +8,7 @@ from fractions import Fraction
 import msgspec
 
 from kvdock.families.groups import window_pages
-from kvdock.layout import REQUESTS, Buffer, Space, Unit, round_up
+from kvdock.layout import DEVICE, FULL, REQUESTS, Buffer, Space, Unit, round_up
 from kvdock.sizing import Problem, token_factors, total_nbytes
 from kvdock.storages import block_nbytes
 
@@ -51,20 +51,25 @@ def find_costs(problem: Problem) -> Costs:
 
 
 def bytes_per_token(problem: Problem) -> SlotCost:
-    """Return the device bytes that one more token takes on this rank, caps and rounding left aside."""
+    """Return the device bytes that one more token takes on this rank, caps and rounding left aside.
+
+    A token is a slot of ``full``: with a host tier, of several of which one has its rows on the device.
+    """
     factors = token_factors(problem.spaces)
+    numbered = factors.get(FULL) or Fraction(1)
     sums = [Fraction(0), Fraction(0)]
     for buffer in _charged(problem):
         if buffer.space is not None and buffer.space != REQUESTS:
-            sums[not buffer.is_kv] += slot_bytes(buffer, problem.spaces) * factors[buffer.space]
+            sums[not buffer.is_kv] += slot_bytes(buffer, problem.spaces) * factors[buffer.space] / numbered
     return _cost(*sums)
 
 
 def slots_held(spaces: Mapping[str, Space], length: int, requests: int, ranks: int = 1) -> dict[str, int]:
     """Return the slots of each space that `requests` requests of `length` tokens hold, in whole pages.
 
-    A sliding space holds the pages on which a window lies and no more. `ranks` share the tokens between them, in
-    pages that are as much larger; the slots are those of one.
+    A sliding space holds the pages on which a window lies and no more, and the device side of a host tier a device
+    buffer: longer requests are on the host, and arrive there or are written chunk by chunk. `ranks` share the tokens
+    between them, in pages that are as much larger; the slots are those of one.
     """
     slots: dict[str, int] = {}
     for name, space in spaces.items():
@@ -73,7 +78,7 @@ def slots_held(spaces: Mapping[str, Space], length: int, requests: int, ranks: i
             slots[name] = requests
         elif space.issued_by == "allocator":
             own = round_up(-(-length // ranks), space.page_size)
-            slots[name] = requests * min(own, _window_slots(space, length))
+            slots[name] = requests * min(own, _most_slots(space, own))
         else:
             tokens = Fraction(*rule.per_token) * slots.get(rule.of, length * requests)
             slots[name] = -int(-(tokens + Fraction(*rule.per_request) * requests) // 1)
@@ -82,15 +87,25 @@ def slots_held(spaces: Mapping[str, Space], length: int, requests: int, ranks: i
     return slots
 
 
-def kv_bytes_held(buffers: Iterable[Buffer], spaces: Mapping[str, Space], slots: Mapping[str, int]) -> int:
-    """Return the bytes of KV behind these slots; bookkeeping and padding are not counted."""
-    exact = sum(slot_bytes(b, spaces) * slots[b.space] for b in buffers if b.is_kv and b.space is not None)
+def kv_bytes_held(
+    buffers: Iterable[Buffer],
+    spaces: Mapping[str, Space],
+    slots: Mapping[str, int],
+    memory: Iterable[str] = ("device",),
+) -> int:
+    """Return the bytes of KV in `memory` behind these slots; bookkeeping and padding are not counted."""
+    kinds = frozenset(memory)
+    held = [buffer for buffer in buffers if buffer.is_kv and buffer.memory in kinds]
+    exact = sum(slot_bytes(buffer, spaces) * slots[buffer.space] for buffer in held if buffer.space is not None)
     return -int(-exact // 1)
 
 
-def _window_slots(space: Space, length: int) -> int:
+def _most_slots(space: Space, own: int) -> int:
+    """Return the slots that a request holds at most, if it has `own` slots of tokens."""
+    if space.name == DEVICE:
+        return space.rule.needs  # one buffer, and the page of the newest tokens
     if space.window_tokens is None:
-        return round_up(length, space.page_size)
+        return own
     return window_pages(space.window_tokens, space.page_size) * space.page_size
 
 

@@ -44,6 +44,11 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
         return self.parallel.dp_size
 
     @property
+    def replicas(self) -> int:
+        """Copies of all ranks: one for each worker, or a single one whose ranks the workers of DP attention share."""
+        return self.parallel.dp_size // self.parallel.attn_dp_size
+
+    @property
     def max_total_num_tokens(self) -> int:
         """Tokens that all workers hold together."""
         return self.plans[0].max_total_num_tokens * self.workers

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from kvdock.budget import check_bytes
 from kvdock.checked import converted, show
 from kvdock.device import DeviceInfo, budget_device
 from kvdock.errors import PlanError
@@ -136,8 +137,8 @@ def _with_weights(
 
 def _whole_bytes(name: str, nbytes: Any) -> int | None:
     whole: int | None = converted(name, nbytes, int | None)
-    if whole is not None and not 0 <= whole < 2**63:
-        raise PlanError(f"{name}={show(whole)} is no number of bytes; give a whole number from 0 to 2^63 - 1")
+    if whole is not None:
+        check_bytes(name, whole)
     return whole
 
 

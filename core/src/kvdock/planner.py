@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from kvdock import planfile
-from kvdock.budget import Budget, find_budget, late_slack_bytes
+from kvdock.budget import Budget, check_bytes, find_budget, late_slack_bytes
 from kvdock.costs import Costs, SlotCost, bytes_per_token, find_costs, kv_bytes_held, slots_held
 from kvdock.device import GIVEN_BUDGET, DeviceInfo, budget_device
 from kvdock.errors import PlanError
@@ -155,12 +155,10 @@ class CachePlan(msgspec.Struct, frozen=True, kw_only=True):
                 "give group=, the process group of them all"
             )
 
-        if budget_bytes is None:
-            raise PlanError("budget_bytes=None is no budget; give the bytes for everything that kvdock allocates")
-
         def steps(rank: int = 0, ranks: int = 1) -> PlanSteps:
             if cap_tokens is not None:
                 _check_count("cap_tokens", cap_tokens)
+            check_bytes("budget_bytes", budget_bytes)
             outline = self.outline
             if outline.device.source == GIVEN_BUDGET:
                 outline = msgspec.structs.replace(outline, device=budget_device(budget_bytes))
@@ -172,7 +170,7 @@ class CachePlan(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(sized, read_by=self.read_by)
 
     def bytes_for(self, length: int, requests: int = 1) -> int:
-        """Return the bytes of KV that `requests` requests of `length` tokens occupy, in whole pages.
+        """Return the device bytes of KV that `requests` requests of `length` tokens occupy, in whole pages.
 
         Sliding spaces hold the window alone. Bookkeeping and padding are not counted; see `costs`.
         """
@@ -193,8 +191,13 @@ class CachePlan(msgspec.Struct, frozen=True, kw_only=True):
         return largest(fits, 0, self.outline.options.values.context_length or self.model.context_length)
 
     def concurrency(self, length: int) -> int:
-        """Return how many requests of `length` tokens run at once: as many as every space holds and rows there are."""
+        """Return how many requests of `length` tokens run at once: as many as every space holds and rows there are.
+
+        0 beyond the context.
+        """
         _check_count("length", length)
+        if length > (self.options.values.context_length or self.model.context_length):
+            return 0  # no request may be so long
         spaces = self.outline.spaces
 
         def fits(requests: int) -> bool:

@@ -13,17 +13,21 @@ import msgspec
 
 from kvdock.budget import show_bytes
 from kvdock.checked import show
-from kvdock.costs import slots_held
+from kvdock.costs import kv_bytes_held, slots_held
+from kvdock.device import GIVEN_BUDGET
+from kvdock.edge import Model
 from kvdock.errors import KVDockError, PlanError
 from kvdock.explain import window_policy
-from kvdock.layout import FULL, MAX_SLOTS, STATE, SWA
+from kvdock.layout import FULL, MAX_SLOTS, STATE, SWA, round_up
+from kvdock.least import MOST_BYTES, least_budget
 from kvdock.options import Parallelism
 from kvdock.planner import CachePlan, plan_from
-from kvdock.sizing import smallest
+from kvdock.sizing import token_factors
+from kvdock.weights import weights_of
 
-MOST_BYTES = 2**50
-"""Largest budget that is tried: a pebibyte."""
 MOST_RANKS = 64
+MOST_FRACTIONS = 20
+"""Thousandths that are tried for mem_fraction_static from the least that leaves the smallest budget."""
 NARROWER = ("float8_e4m3fn", "nvfp4", "float4_e2m1fn_x2")
 """Values of kv_cache_dtype that are tried in place of a wider one, the widest first."""
 
@@ -55,7 +59,8 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True, tag_field="question", ta
     `requests` are shared out evenly over the `workers` of the deployment; spaces and bytes are those of one worker's
     rank. `most_requests` (of this length, all workers together) and `longest` (for this many) are what the plan does
     serve; `budget_bytes` is the smallest budget that would, ``None`` where no budget does, with `budget_change` beside
-    it. `reasons` say what is in the way.
+    it, and `budget_note` where it is more than the plan's device has for the cache. `kv_bytes` are on the device,
+    `host_kv_bytes` beside them in host memory. `reasons` say what is in the way.
     """
 
     fits: bool
@@ -66,10 +71,12 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True, tag_field="question", ta
     context_length: int
     spaces: tuple[SpaceNeed, ...]
     kv_bytes: int
+    host_kv_bytes: int
     most_requests: int
     longest: int
     budget_bytes: int | None
     budget_change: dict[str, Any]
+    budget_note: str
     plan_budget_bytes: int
     windows: str
     reasons: tuple[str, ...]
@@ -79,7 +86,8 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True, tag_field="question", ta
 class Longest(msgspec.Struct, frozen=True, kw_only=True, tag_field="question", tag="longest"):
     """The longest length in tokens that `requests` requests can have at once (0: none), and what stops it there.
 
-    `bound` is ``context_length`` or the space that has no slot for one token more; `spaces` are taken at this length.
+    `bound` is ``context_length`` or the space that has no slot for one token more; `spaces` are taken at this length,
+    `kv_bytes` on the device and `host_kv_bytes` in host memory.
     """
 
     requests: int
@@ -90,21 +98,25 @@ class Longest(msgspec.Struct, frozen=True, kw_only=True, tag_field="question", t
     bound: str
     spaces: tuple[SpaceNeed, ...]
     kv_bytes: int
+    host_kv_bytes: int
     windows: str
 
 
-def serves(plan: CachePlan, requests: int, length: int) -> Answer:
+def serves(plan: CachePlan, requests: int, length: int, *, model: Model | None = None) -> Answer:
     """Return whether `requests` requests of `length` tokens are served at once, and if not, what would serve them.
 
+    Where the weights were counted in a model folder, `model` names it again: they are then counted anew for other
+    ranks, else scaled by the ratio.
+
     Raises:
-        PlanError: `plan` is none, or a number is no count.
+        PlanError: `plan` is none, a number is no count, or the weights in the folder cannot be counted any more.
     """
     each = _per_worker(plan, requests)
     check_count("length", length)
     reasons = obstacles(plan, each, length)
     change = _raised_limits(plan, each, length) if reasons else {}
     budget, beside = _least_budget(plan, each, length, change)
-    remedies = _remedies(plan, requests, length, budget, change, beside) if reasons else ()
+    remedies = _remedies(plan, requests, length, budget, change, beside, model) if reasons else ()
     return Answer(
         fits=not reasons,
         requests=requests,
@@ -114,10 +126,12 @@ def serves(plan: CachePlan, requests: int, length: int) -> Answer:
         context_length=_context(plan),
         spaces=_needs(plan, each, length),
         kv_bytes=plan.bytes_for(length, each),
+        host_kv_bytes=_host_kv_bytes(plan, each, length),
         most_requests=_most_requests(plan, length),
         longest=plan.max_length(each),
         budget_bytes=budget,
         budget_change=beside,
+        budget_note=_beyond(plan, budget),
         plan_budget_bytes=plan.budget_bytes,
         windows=window_policy(plan),
         reasons=reasons,
@@ -142,6 +156,7 @@ def longest(plan: CachePlan, requests: int = 1) -> Longest:
         bound=_bound(plan, each, length),
         spaces=_needs(plan, each, length),
         kv_bytes=plan.bytes_for(length, each),
+        host_kv_bytes=_host_kv_bytes(plan, each, length),
         windows=window_policy(plan),
     )
 
@@ -180,8 +195,17 @@ def _is_reachable(plan: CachePlan, length: int) -> bool:
     return length <= max(_context(plan), plan.model.context_length) or bool(plan.options.values.allow_longer_context)
 
 
+def _held(plan: CachePlan, each: int, length: int) -> dict[str, int]:
+    return slots_held(plan.outline.spaces, length, each, plan.parallel.dcp_size)
+
+
+def _host_kv_bytes(plan: CachePlan, each: int, length: int) -> int:
+    outline = plan.outline
+    return kv_bytes_held(outline.buffers, outline.spaces, _held(plan, each, length), ("host", "pinned"))
+
+
 def _needs(plan: CachePlan, each: int, length: int) -> tuple[SpaceNeed, ...]:
-    held = slots_held(plan.outline.spaces, length, each, plan.parallel.dcp_size)
+    held = _held(plan, each, length)
     return tuple(
         SpaceNeed(name=name, needed=held[name], there=there, lacking=max(0, held[name] - there))
         for name, there in plan.spaces.items()
@@ -217,10 +241,20 @@ def _raised_limits(plan: CachePlan, each: int, length: int) -> dict[str, Any]:
         change["max_running_requests"] = each * plan.parallel.attn_dp_size
     if given.max_state_slots is not None and STATE in needs and needs[STATE].lacking:
         change["max_state_slots"] = needs[STATE].needed * plan.parallel.attn_dp_size
-    tokens = needs.get(plan.outline.numbering or "")
-    if given.max_total_tokens is not None and tokens is not None and tokens.lacking:
-        change["max_total_tokens"] = tokens.needed
+    tokens = _tokens_lacking(plan, needs)
+    if given.max_total_tokens is not None and tokens:
+        change["max_total_tokens"] = tokens
     return change
+
+
+def _tokens_lacking(plan: CachePlan, needs: Mapping[str, SpaceNeed]) -> int:
+    """Return the tokens to plan for so that each space that follows them has enough slots; 0 where none lacks any."""
+    factors, page = token_factors(plan.outline.spaces), plan.options.values.page_size or 1
+    follow = [needs[name] for name, space in plan.outline.spaces.items() if space.issued_by == "allocator"]
+    if not any(need.lacking for need in follow):
+        return 0
+    tokens = [-int(-need.needed / factors[need.name] // 1) for need in follow if factors[need.name]]
+    return round_up(max(tokens, default=0), page)
 
 
 def again(
@@ -250,7 +284,7 @@ def again(
 def _least_budget(plan: CachePlan, each: int, length: int, change: dict[str, Any]) -> tuple[int | None, dict[str, Any]]:
     """Return the smallest budget that serves with `change`, or ``None``; and the changes that go with it.
 
-    At a byte less it does not. Where an automatic limit on requests keeps growing with the budget, that limit is fixed.
+    No smaller one does. Where an automatic limit on requests ends below what is asked for, that limit is fixed.
     """
     fixed = {**change, "max_running_requests": each * plan.parallel.attn_dp_size}
     for beside in (change,) if change == fixed else (change, fixed):
@@ -267,14 +301,7 @@ def _search(plan: CachePlan, each: int, length: int, change: dict[str, Any]) -> 
         ample = _ample(plan, change)
     except KVDockError:
         return None
-
-    def holds(budget_bytes: int) -> bool:
-        try:
-            return not obstacles(ample.replan(budget_bytes, plan.cap_tokens), each, length)
-        except KVDockError:
-            return False
-
-    return smallest(holds, 1, MOST_BYTES)
+    return None if length > _context(ample) else least_budget(ample, _held(ample, each, length), plan.cap_tokens)
 
 
 def _ample(plan: CachePlan, change: dict[str, Any]) -> CachePlan:
@@ -286,7 +313,13 @@ def _ample(plan: CachePlan, change: dict[str, Any]) -> CachePlan:
 
 
 def _remedies(
-    plan: CachePlan, requests: int, length: int, budget: int | None, change: dict[str, Any], beside: dict[str, Any]
+    plan: CachePlan,
+    requests: int,
+    length: int,
+    budget: int | None,
+    change: dict[str, Any],
+    beside: dict[str, Any],
+    model: Model | None,
 ) -> Iterator[Remedy]:
     """Yield what serves the requests, cheapest first, then what of them is served as it is."""
     each = _per_worker(plan, requests)
@@ -305,7 +338,7 @@ def _remedies(
         yield Remedy(change={"length": min(shorter, length)}, requests=requests, length=min(shorter, length))
     if raised is None and _is_reachable(plan, length):
         yield from _narrower(plan, requests, length, change)
-        yield from _more_ranks(plan, requests, length, change)
+        yield from _more_ranks(plan, requests, length, change, model)
 
 
 def _other_split(plan: CachePlan, requests: int, length: int, change: dict[str, Any]) -> Iterator[Remedy]:
@@ -327,32 +360,42 @@ def _other_split(plan: CachePlan, requests: int, length: int, change: dict[str, 
 def _with_more_memory(
     plan: CachePlan, requests: int, length: int, budget: int, beside: dict[str, Any]
 ) -> Iterator[Remedy]:
-    """Yield the smallest share of the device that serves, where one does, and the smallest budget."""
-    fraction = _least_fraction(plan, budget)
-    if fraction is not None:
+    """Yield the smallest share of the device that serves, where one does, and the smallest budget if it has that."""
+    each = _per_worker(plan, requests)
+    for fraction in _fractions(plan, budget):
         change = {"mem_fraction_static": fraction, **beside}
-        if _tried(plan, _per_worker(plan, requests), length, change) is not None:
+        if _tried(plan, each, length, change) is not None:
             yield Remedy(change=change, requests=requests, length=length)
-    change = {"budget_bytes": budget, **beside}
-    yield Remedy(change=change, requests=requests, length=length, note=_budget_note(plan, budget))
+            break
+    if _beyond(plan, budget):
+        return
+    is_given = plan.budget.base == "given"
+    note = "" if is_given else f"given outright, not as a share of {plan.device.name}"
+    yield Remedy(change={"budget_bytes": budget, **beside}, requests=requests, length=length, note=note)
 
 
-def _budget_note(plan: CachePlan, budget: int) -> str:
-    """Return what a budget stands in place of, and whether the device has that much."""
-    if plan.budget.base == "given":
+def _beyond(plan: CachePlan, budget: int | None) -> str:
+    """Return that a budget is more than the plan's device has for the cache, and how much that is; else nothing."""
+    device, is_given = plan.device, plan.budget.base == "given"
+    free = max(0, device.free_bytes if is_given else plan.budget.free_bytes)
+    if budget is None or budget <= free or device.source == GIVEN_BUDGET:
         return ""
-    free = max(0, plan.budget.free_bytes)
-    note = f"given outright, not as a share of {plan.device.name}"
-    return note if budget <= free else f"{note}, which has {show_bytes(free)} for it"
+    beside = "free" if is_given else "free beside weights and reserve"
+    return f"more memory than {device.name} has, where {show_bytes(free)} are {beside}"
 
 
-def _least_fraction(plan: CachePlan, budget: int) -> float | None:
-    """Return the smallest mem_fraction_static, in thousandths, that leaves `budget` bytes; ``None`` where none does."""
+def _fractions(plan: CachePlan, budget: int) -> Iterator[float]:
+    """Yield the smallest mem_fraction_static, in thousandths, that leaves `budget` bytes, and a few above it.
+
+    More memory may serve less where a space takes a share of it, so the first need not be the one that serves.
+    """
     spare = plan.budget.free_bytes + plan.budget.least_slack_bytes - budget
     if plan.budget.base == "given" or spare < plan.budget.least_slack_bytes:
-        return None
+        return
     share = 1 - Fraction(spare, plan.device.free_before_load_bytes)
-    return float(Fraction(max(1, -int(-share * 1000 // 1)), 1000))
+    least = max(1, -int(-share * 1000 // 1))
+    for thousandths in range(least, min(1000, least + MOST_FRACTIONS) + 1):
+        yield float(Fraction(thousandths, 1000))
 
 
 def _tried(plan: CachePlan, each: int, length: int, change: dict[str, Any], *other: Any) -> CachePlan | None:
@@ -374,18 +417,33 @@ def _narrower(plan: CachePlan, requests: int, length: int, change: dict[str, Any
             return
 
 
-def _more_ranks(plan: CachePlan, requests: int, length: int, change: dict[str, Any]) -> Iterator[Remedy]:
+def _more_ranks(
+    plan: CachePlan, requests: int, length: int, change: dict[str, Any], model: Model | None
+) -> Iterator[Remedy]:
     """Yield the fewest ranks, doubling tp_size, that serve; weights shrink with the ranks."""
     tp_size = plan.parallel.tp_size * 2
     while tp_size <= MOST_RANKS:
-        weights = -(-plan.asked_budget.weights_bytes * plan.parallel.tp_size // tp_size)
         try:
             parallel = msgspec.structs.replace(plan.parallel, tp_size=tp_size)
         except PlanError:
             return
+        weights, note = _weights_at(plan, parallel, model)
         if _tried(plan, _per_worker(plan, requests), length, change, parallel, weights) is not None:
-            more = {"tp_size": tp_size, **({"weights_bytes": weights} if weights else {}), **change}
-            note = "the weights of a rank scaled by the ratio" if weights else ""
-            yield Remedy(change=more, requests=requests, length=length, note=note)
+            stated = {"weights_bytes": weights} if note == SCALED else {}
+            yield Remedy(change={"tp_size": tp_size, **stated, **change}, requests=requests, length=length, note=note)
             return
         tp_size *= 2
+
+
+SCALED = "the weights of a rank scaled by the ratio"
+
+
+def _weights_at(plan: CachePlan, parallel: Parallelism, model: Model | None) -> tuple[int, str]:
+    """Return what the weights take at other parallel sizes, and how that is known."""
+    asked = plan.asked_budget
+    if not asked.weights_bytes:
+        return 0, ""
+    found = weights_of(model, plan.model, plan.outline.given, parallel) if asked.weights_source else None
+    if found is not None:
+        return found.nbytes, "the weights of a rank counted anew from the headers"
+    return -(-asked.weights_bytes * plan.parallel.tp_size // parallel.tp_size), SCALED

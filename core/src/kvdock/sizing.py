@@ -1,8 +1,9 @@
 """Budget → sizes: the only solver.
 
-Every size is non-decreasing in the number of tokens `n`, and bytes are a sum of rows times a
-coefficient, so the largest `n` that fits is found by bisection over that sum, exactly: never over the
-budget, never a page short. No hook is called here.
+Beside the caps that shares of the budget set, every size is non-decreasing in the number of tokens `n`, and
+bytes are a sum of rows times a coefficient, so the largest `n` that fits is found by bisection over that sum,
+exactly: never over the budget, never a page short. Over budgets it is not so: a larger one may give a space with a
+share of it a slot more, and the tokens fewer. No hook is called here.
 """
 
 from __future__ import annotations
@@ -82,6 +83,21 @@ def host_nbytes(problem: Problem, sizes: Mapping[str, int]) -> int:
     return total_nbytes(problem, sizes, ("host", "pinned"))
 
 
+def share_nbytes(problem: Problem, space: Space, share: Share, size: int) -> int:
+    """Return the bytes that one share of the budget pays for a space of this size."""
+    paid = [buffer for buffer in problem.buffers if share.covers(buffer, space.name)]
+    sizes = {space.name: size, **{name: size * ratio[0] // ratio[1] for name, ratio in share.beside}}
+    return sum(bytes_of(paid, problem.spaces, sizes, problem.granularity_bytes))
+
+
+def paying_budget(problem: Problem, space: Space, size: int) -> int:
+    """Return the smallest budget whose shares pay for a space of this size."""
+    if size <= space.rule.needs:
+        return 0
+    paid = [(share_nbytes(problem, space, share, size), share.of_budget) for share in space.rule.shares]
+    return max(-(-nbytes * of_budget[1] // of_budget[0]) if nbytes else 0 for nbytes, of_budget in paid)
+
+
 class Solver:
     """Sizes one problem under one budget; `pinned` fixes the size of spaces whatever their rule says."""
 
@@ -118,14 +134,10 @@ class Solver:
 
     def within_share(self, space: Space, share: Share) -> int:
         """Return the largest size of a space that one share of the budget pays for."""
-        paid = [buffer for buffer in self.problem.buffers if share.covers(buffer, space.name)]
+        if not any(share.covers(buffer, space.name) for buffer in self.problem.buffers):
+            return MAX_SLOTS
         allowed = self.budget_bytes * share.of_budget[0] // share.of_budget[1]
-
-        def fits(size: int) -> bool:
-            sizes = {space.name: size, **{name: size * ratio[0] // ratio[1] for name, ratio in share.beside}}
-            return sum(bytes_of(paid, self.problem.spaces, sizes, self.problem.granularity_bytes)) <= allowed
-
-        return largest(fits, 0, MAX_SLOTS) if paid else MAX_SLOTS
+        return largest(lambda size: share_nbytes(self.problem, space, share, size) <= allowed, 0, MAX_SLOTS)
 
     def nbytes(self, tokens: int) -> int:
         """Return all device bytes when `tokens` tokens are planned."""

@@ -79,7 +79,10 @@ def test_index_keys_are_charged_for_every_token_that_is_numbered(ratio, per_toke
     options = {"page_size": 64, "hisparse_top_k": 64, "hisparse_host_to_device_ratio": ratio}
     plan = plan_of([dsa(512, 64)] * 61, 2**28, **options)
     tokens = plan.spaces["device"]
-    assert plan.bytes_per_token.kv == per_token
+    assert plan.costs.per_slot["device"].kv + ratio * plan.costs.per_slot["full"].kv == per_token
+    assert (
+        plan.bytes_per_token.kv == per_token / ratio
+    )  # of a token that is numbered: its rows are on the device in turn
     assert plan.spaces == {"full": tokens * ratio, "device": tokens, "host": tokens * ratio, "requests": 2}
     assert plan.max_total_num_tokens == tokens * ratio
     rows, keys, on_host = plan.groups[0].buffers

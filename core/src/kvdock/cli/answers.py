@@ -38,7 +38,7 @@ def serves_page(answer: Answer) -> Page:
         ("asked", _asked(answer.requests, answer.workers, answer.requests_per_worker, f"{answer.length:,} tokens")),
         ("most requests", f"{answer.most_requests:,} of this length at once"),
         ("longest", f"{answer.longest:,} tokens each for so many; the context is {answer.context_length:,}"),
-        ("KV that they hold", f"{size(answer.kv_bytes)} ({answer.kv_bytes:,} bytes) a rank"),
+        ("KV that they hold", _held(answer)),
         ("smallest budget", _smallest_budget(answer)),
         ("windows", answer.windows),
     ]
@@ -54,12 +54,24 @@ def _asked(requests: int, workers: int, each: int, what: str) -> str:
     return f"{requests:,} request{'' if requests == 1 else 's'} of {what} at once{shared}"
 
 
+def _held(answer: Answer | Longest) -> str:
+    """Return the bytes of KV behind the requests, those on the device and those on the host apart."""
+    if not answer.host_kv_bytes:
+        return f"{_bytes(answer.kv_bytes)} a rank"
+    return f"{_bytes(answer.kv_bytes)} on the device, {_bytes(answer.host_kv_bytes)} on the host, a rank"
+
+
+def _bytes(nbytes: int) -> str:
+    return f"{size(nbytes)} ({nbytes:,} bytes)"
+
+
 def _smallest_budget(answer: Answer) -> str:
     if answer.budget_bytes is None:
         return "none serves them"
     beside = _change(answer.budget_change)
-    text = f"{size(answer.budget_bytes)} ({answer.budget_bytes:,} bytes)" + (f" with {beside}" if beside else "")
-    return f"{text}; the plan has {size(answer.plan_budget_bytes)}"
+    text = _bytes(answer.budget_bytes) + (f" with {beside}" if beside else "")
+    note = f"; {answer.budget_note}" if answer.budget_note else ""
+    return f"{text}; the plan has {size(answer.plan_budget_bytes)}{note}"
 
 
 def _needs(spaces: Iterable[SpaceNeed]) -> Table:
@@ -86,7 +98,7 @@ def longest_page(answer: Longest) -> Page:
         ("asked", _asked(answer.requests, answer.workers, answer.requests_per_worker, "equal length")),
         ("bound by", f"{answer.bound} ({what})"),
         ("context", f"{answer.context_length:,} tokens"),
-        ("KV that they hold", f"{size(answer.kv_bytes)} ({answer.kv_bytes:,} bytes) a rank"),
+        ("KV that they hold", _held(answer)),
         ("windows", answer.windows),
     ]
     return [Facts(rows), _needs(answer.spaces)]
@@ -177,11 +189,22 @@ def ranks_page(answer: RankTable) -> Page:
         ("tokens", f"{answer.max_total_num_tokens:,} over {answer.workers:,} worker{'s' * (answer.workers > 1)}"),
         ("requests", f"{answer.max_running_requests:,} at once"),
         ("longest request", f"{answer.max_request_tokens:,} tokens"),
-        ("planned", f"{size(answer.total_bytes)} ({answer.total_bytes:,} bytes) on {len(answer.ranks)} ranks"),
-        ("unused", f"{size(answer.unused_bytes)} ({answer.unused_bytes:,} bytes)"),
+        ("planned", f"{_bytes(answer.total_bytes)} on {_ranks(answer)}{_of_all(answer, answer.total_bytes)}"),
+        ("unused", f"{_bytes(answer.unused_bytes)}{_of_all(answer, answer.unused_bytes)}"),
         ("bound by", f"rank {answer.binding_rank}: {answer.bound}"),
     ]
     return [table, Facts(rows), *warning_lines(answer.warnings)]
+
+
+def _ranks(answer: RankTable) -> str:
+    count = len(answer.ranks)
+    ranks = f"{count:,} rank{'s' * (count > 1)}"
+    return f"{ranks} of each of {answer.replicas:,} replicas" if answer.replicas > 1 else ranks
+
+
+def _of_all(answer: RankTable, nbytes: int) -> str:
+    """Return the same bytes over all replicas, where there are several."""
+    return f"; {_bytes(nbytes * answer.replicas)} on all of them" if answer.replicas > 1 else ""
 
 
 def _rank(row: RankRow) -> tuple[str, ...]:

@@ -39,7 +39,7 @@ def ask(question: str, model: str, inputs: Inputs, asked: Mapping[str, Any]) -> 
 def _serves(model: str, inputs: Inputs, asked: Mapping[str, Any]) -> Answered:
     one_rank(inputs)
     plan = edge.plan(model, **inputs)
-    answer = questions.serves(plan, 1 if asked["requests"] is None else asked["requests"], asked["length"])
+    answer = questions.serves(plan, 1 if asked["requests"] is None else asked["requests"], asked["length"], model=model)
     return Answered(answer, [*answers.serves_page(answer), *warning_lines(plan.warnings)], plan.warnings)
 
 

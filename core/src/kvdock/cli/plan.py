@@ -16,8 +16,14 @@ if TYPE_CHECKING:
     from kvdock.cli.page import Page
     from kvdock.planner import CachePlan
 
-QUESTIONS = ("fit", "ranks", "compare", "max_length", "explain")
-"""Flags of which one is given at most; ``--length`` without any of them asks whether requests fit."""
+QUESTIONS = {
+    "fit": "the smallest --tp",
+    "ranks": "every rank and the totals",
+    "compare": "plans side by side",
+    "max_length": "the longest length",
+    "explain": "every decision and every byte of one plan",
+}
+"""Flags of which one is given at most, and what each prints; ``--length`` without any asks whether requests fit."""
 BESIDE = {"fit": ("length",), "max_length": ("requests",)}
 """Question → what else of ``--requests`` and ``--length`` says more of it."""
 
@@ -78,7 +84,8 @@ def _question(asked: Mapping[str, Any]) -> str | None:
     """
     found = [name for name in QUESTIONS if is_given(asked[name])]
     if len(found) > 1:
-        raise click.UsageError(f"{_flag(found[0])} and {_flag(found[1])} are two questions; ask one of them")
+        prints = ", ".join(f"{_flag(name)} prints {QUESTIONS[name]}" for name in found)
+        raise click.UsageError(f"{prints}; choose one of them")
     numbers = [name for name in ("requests", "length") if asked[name] is not None]
     if found:
         idle = [name for name in numbers if name not in BESIDE.get(found[0], ())]

@@ -21,6 +21,7 @@ from kvdock.cli.text import printable
 if TYPE_CHECKING:
     from kvdock.testing.report import Report
 
+LONGEST_FIGURE = 16
 WIDEST_WORD = 48
 """Longer words are broken where a table is narrow: paths, lists without spaces."""
 PIPE_COLUMNS = 140
@@ -40,15 +41,16 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], num
     for place, column in enumerate(columns):
         justify: Literal["left", "right"] = "right" if column in numeric else "left"
         least = _least_width([heads[place], *(row[place] for row in texts)], whole=column in numeric)
-        drawn.add_column(Text(heads[place]), justify=justify, overflow="fold", min_width=min(least, WIDEST_WORD))
+        drawn.add_column(Text(heads[place]), justify=justify, overflow="fold", min_width=least)
     for row in texts:
         drawn.add_row(*map(Text, row))
     return drawn
 
 
 def _least_width(texts: Sequence[str], *, whole: bool) -> int:
-    """Return the width of a column at which no word is broken, or no text."""
-    return max((len(word) for text in texts for word in ([text] if whole else text.split())), default=0)
+    """Return the width of a column at which no word is broken; `whole`: no number from its unit either."""
+    parts = (part for text in texts for part in ([text] if whole and len(text) <= LONGEST_FIGURE else text.split()))
+    return min(max(map(len, parts), default=0), WIDEST_WORD)
 
 
 def _records(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Group:
@@ -66,7 +68,8 @@ def _print_table(
     out: Console, title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], numeric: Sequence[str]
 ) -> None:
     drawn = table(title, columns, rows, numeric)
-    fits = drawn.__rich_measure__(out, out.options.update(max_width=10_000)).minimum <= out.width
+    between = len(drawn.columns) * (sum(drawn.padding[1::2]) + 1)  # padding and the box's own space
+    fits = sum(column.min_width or 0 for column in drawn.columns) + between <= out.width
     out.print(drawn if fits else _records(title, columns, rows))
 
 
