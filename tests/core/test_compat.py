@@ -271,7 +271,11 @@ def test_index_keys_are_part_of_the_layout():
         kvdock.plan(SPARSE, budget_bytes=2**32, options={"page_size": 64, "index_dtype": dtype})
         for dtype in ("fp8", "fp4")
     )
-    assert found(a, b) == [("index.shape", (64 * 132,), (64 * 68,), tuple(range(61)), BAD)]
+    layers = tuple(range(61))
+    assert found(a, b) == [
+        ("index.dtype", "float8_e4m3fn", "uint8", layers, BAD),
+        ("index.shape", (64 * 132,), (64 * 68,), layers, BAD),
+    ]
 
 
 def test_a_host_tier_is_a_sides_own():

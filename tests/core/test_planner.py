@@ -236,8 +236,8 @@ def test_facts_about_the_engine_are_never_refused():
 
 
 def test_a_feature_that_no_class_honours_is_refused_with_what_each_lacks():
-    with pytest.raises(UnsupportedCombination, match=r"(?s)memory_saver.*MHAPool|MHAPool.*memory_saver"):
-        plan([mha()], options={"memory_saver": True})
+    with pytest.raises(UnsupportedCombination, match=r"(?s)late_backing.*MHAPool|MHAPool.*late_backing"):
+        plan([mha()], options={"late_backing": True})
 
 
 def test_a_budget_and_a_fraction_exclude_each_other():

@@ -89,7 +89,7 @@ def test_a_wheel_holds_its_package_and_nothing_else(wheels, name):
     expected = {
         f"{name}/{path.relative_to(source).as_posix()}"
         for path in source.rglob("*")
-        if path.suffix == ".py" or path.name == "py.typed"
+        if path.suffix in (".py", ".tmpl") or path.name == "py.typed"
     }
     packaged = {file for file in files if not file.split("/")[0].endswith(".dist-info")}
     assert packaged == expected
@@ -99,6 +99,13 @@ def test_a_wheel_holds_its_package_and_nothing_else(wheels, name):
 def test_the_suites_are_shipped(wheels):
     with zipfile.ZipFile(wheels["kvdock"]) as wheel:
         assert {"kvdock/testing/suites.py", "kvdock/testing/__init__.py"} <= set(wheel.namelist())
+
+
+def test_a_plugin_can_be_started_from_the_wheel(clean, tmp_path):
+    folder, scripts = clean
+    said = _checked(scripts / "python", "-m", "kvdock.testing", "new", "zeta", "--out", tmp_path, cwd=folder)
+    assert said.startswith(f"wrote {tmp_path / 'kvdock-zeta'} (10 files); next:")
+    assert (tmp_path / "kvdock-zeta" / "src" / "kvdock_zeta" / "py.typed").exists()
 
 
 def test_the_clean_environment_is_sound_and_has_no_torch(clean):

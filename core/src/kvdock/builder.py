@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import traceback
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from kvdock.cache import KVCache
@@ -11,7 +13,7 @@ from kvdock.errors import BuildError
 from kvdock.layout import TARGET
 from kvdock.planned import Parts
 from kvdock.plugins import resolve
-from kvdock.pools.storage import Tensors, allocate, allocate_overlays
+from kvdock.pools.storage import Tensors, Within, allocate, allocate_overlays, unique_storages
 from kvdock.storages import bytes_of
 
 if TYPE_CHECKING:
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 
     from kvdock.allocators.base import Allocator
     from kvdock.kernels.interface import Kernels
+    from kvdock.layout import Buffer
     from kvdock.outline import Choice, PoolChoice
     from kvdock.planner import CachePlan
     from kvdock.pools.base import Pool
@@ -29,7 +32,11 @@ DEBUG_VARIABLE = "KVDOCK_DEBUG"
 
 
 def build(
-    plan: CachePlan, device: str | torch.device | None = None, group: Any = None, debug: bool | None = None
+    plan: CachePlan,
+    device: str | torch.device | None = None,
+    group: Any = None,
+    debug: bool | None = None,
+    within: Within | None = None,
 ) -> KVCache:
     """Allocate what `plan` says, to the byte, and return it alive.
 
@@ -39,6 +46,8 @@ def build(
             ``meta`` (no device memory) may be asked for whatever the plan is for.
         group: a `torch.distributed` process group whose ranks must have plans of the same sizes.
         debug: check every call and name the request in errors. Default: whether ``KVDOCK_DEBUG`` is 1.
+        within: given a buffer and the device, returns the context in which its tensors are taken, such as a memory
+            pool that a transfer engine has registered. Not beside `memory_saver`, which says that itself.
 
     Raises:
         BuildError: torch or the device is not here, the memory is not there, ranks disagree, or what was
@@ -51,32 +60,36 @@ def build(
         _check_ranks(plan, where, group)
     chosen = os.environ.get(DEBUG_VARIABLE) == "1" if debug is None else debug
     try:
-        return _assembled(plan, where, chosen, group)
+        return _assembled(plan, where, chosen, group, within)
     except BaseException as error:
         # Whoever keeps the error would keep the frames, and with them every tensor that was made so far.
         traceback.clear_frames(error.__traceback__)
         raise
 
 
-def _assembled(plan: CachePlan, device: torch.device, debug: bool, group: Any) -> KVCache:
-    cache = _Assembly(plan, device, debug, group).cache()
+def _assembled(plan: CachePlan, device: torch.device, debug: bool, group: Any, within: Within | None) -> KVCache:
+    assembly = _Assembly(plan, device, debug, group, within)
+    cache = assembly.cache()
     _verify(cache)
+    _verify_declared(cache, assembly.tensors)
     _verify_no_kv(cache)
+    assembly.kernels.warm_up(cache)
     return cache
 
 
 class _Assembly:
     """A cache in the making: request pool, inner allocators, the engine's allocator, pools, routers."""
 
-    def __init__(self, plan: CachePlan, device: torch.device, debug: bool, group: Any) -> None:
+    def __init__(self, plan: CachePlan, device: torch.device, debug: bool, group: Any, within: Within | None) -> None:
         self.plan = plan
         self.device = device
         self.debug = debug
         self.group = group
         self.kernels = _kernels(plan, device)
+        self.within = _within(plan, device, self.kernels, within)
         self.tensors: list[Tensors] = []
         buffers, spaces, step = plan.outline.buffers, plan.outline.spaces, plan.device.granularity_bytes
-        self.overlays = allocate_overlays(buffers, plan.sizes, spaces, device, step)
+        self.overlays = allocate_overlays(buffers, plan.sizes, spaces, device, step, self.within)
         self.allocators: dict[str, Allocator] = {}
         self.pools: dict[str, Pool] = {}
 
@@ -116,8 +129,8 @@ class _Assembly:
     def _parts(self, choice: Choice, **links: Any) -> Parts:
         """Allocate the buffers of a choice and wrap them with what its class may need."""
         plan = self.plan
-        step = plan.device.granularity_bytes
-        tensors = allocate(choice.buffers, plan.sizes, plan.outline.spaces, self.device, step, self.overlays)
+        spaces, step = plan.outline.spaces, plan.device.granularity_bytes
+        tensors = allocate(choice.buffers, plan.sizes, spaces, self.device, step, self.overlays, self.within)
         self.tensors.append(tensors)
         return Parts(
             tensors=tensors,
@@ -155,9 +168,28 @@ def _kernels(plan: CachePlan, device: torch.device) -> Kernels:
 
     if device.type != plan.device.device_type:
         return ReferenceKernels()
-    outline = plan.outline
-    found = resolve.kernels(outline.registry, plan.device, outline.options.values.prefer or ())
+    found = resolve.kernels(plan.outline.registry, plan.device, plan.outline.options.values)
     return found if found is not None else ReferenceKernels()
+
+
+def _within(plan: CachePlan, device: torch.device, kernels: Kernels, given: Within | None) -> Within | None:
+    """Return where device memory is taken from: as the caller says, or under `memory_saver` on the planned device.
+
+    Raises:
+        BuildError: both say it, or the device has no memory that can be released.
+    """
+    if not plan.outline.options.values.memory_saver:
+        return given
+    if given is not None:
+        raise BuildError("memory_saver=true says itself where buffers are taken; leave within out, or memory_saver")
+    if device.type != plan.device.device_type:
+        return None
+    kernels.releasable(device)  # before anything is taken
+
+    def releasable(buffer: Buffer, where: torch.device) -> AbstractContextManager[object]:
+        return kernels.releasable(where) if buffer.is_releasable else nullcontext()
+
+    return releasable
 
 
 def _find_device(plan: CachePlan, device: str | torch.device | None) -> torch.device:
@@ -220,6 +252,23 @@ def _verify(cache: KVCache) -> None:
     for what, (built, planned) in found.items():
         if built != planned:
             raise BuildError(f"{built} {what} were built but {planned} planned; a class must take its size from Parts")
+
+
+def _verify_declared(cache: KVCache, tensors: Sequence[Tensors]) -> None:
+    """Verify that pools hold no memory beside what their classes declared.
+
+    Raises:
+        BuildError: one does; names the plugin and the class.
+    """
+    declared = unique_storages(raw for part in tensors for raw in part.storages()).keys()
+    for choice in cache.plan.outline.pools:
+        held = [raw for raw in cache.pools[choice.name].storages() if not raw.is_meta]  # those have no address
+        beside = sum(nbytes for key, nbytes in unique_storages(held).items() if key not in declared)
+        if beside:
+            raise BuildError(
+                f"group {choice.name!r}: {choice.cls.__name__} of plugin {choice.plugin!r} holds {beside:,} bytes that its "
+                "buffers do not declare; declare every tensor, and take it from Parts"
+            )
 
 
 def _verify_no_kv(cache: KVCache) -> None:

@@ -181,7 +181,7 @@ def _entry(plan: CachePlan, choice: PoolChoice, buffer: Buffer, layer_id: int | 
         role=buffer.role,
         part=part,
         unit=buffer.unit.value,
-        dtype=buffer.dtype,
+        dtype=buffer.element or buffer.dtype,
         shape=buffer.shape,
         row_nbytes=buffer.row_nbytes,
         page_size=space.page_size,

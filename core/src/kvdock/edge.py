@@ -174,12 +174,11 @@ def find_device(device: str | DeviceInfo | None, registry: Registry, budget_byte
         return resolve.find_device(registry, device)
     if budget_bytes is not None:
         return budget_device(budget_bytes)
-    live = [info for _, info in resolve.live_devices(registry)]
+    live = resolve.live_devices(registry)
     if len(live) == 1:
-        return live[0]
-    found = (
-        f"{len(live)} accelerators are here ({', '.join(d.name for d in live)})" if live else "no accelerator is here"
-    )
+        return live[0][1]
+    listed = ", ".join(f"{plugin}:{info.index or 0} is {info.name}" for plugin, info in live)
+    found = f"{len(live)} accelerators are here ({listed})" if live else "no accelerator is here"
     raise PlanError(
         f"{found}; name one with device= (--device NAME; kvdock devices lists the profiles), "
         "or give the memory for the cache with budget_bytes= (--memory 40GiB)"

@@ -18,7 +18,6 @@ _SWITCHES: dict[str, tuple[str, tuple[Part, ...]]] = {
     "unified_memory": ("unified_memory", ("pool", "allocator", "request_pool")),
     "layer_split": ("layer_split", ("pool",)),
     "late_backing": ("late_backing", ("pool",)),
-    "memory_saver": ("memory_saver", ("pool",)),
     "hisparse": ("hisparse", ("pool", "allocator")),
     "prefill_only_disable_kv_cache": ("no_kv", ("pool",)),
 }

@@ -18,6 +18,7 @@ import pluggy
 from kvdock.device import DeviceInfo
 from kvdock.layout import LayerGroup, Space
 from kvdock.model import ModelSpec
+from kvdock.options import CacheOptions
 from kvdock.queries import (
     AllocatorQuery,
     GroupQuery,
@@ -282,8 +283,8 @@ class KVDockSpecs:
         """
 
     @hookspec
-    def get_kernels(self, device: DeviceInfo) -> Kernels | None:
-        """Give the kernel set for a device.
+    def get_kernels(self, device: DeviceInfo, options: CacheOptions) -> Kernels | None:
+        """Give the kernel set for a device, under the resolved options of a plan.
 
         Called once while building. ``None`` leaves the torch reference kernels in place.
 

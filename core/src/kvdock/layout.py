@@ -32,6 +32,9 @@ DEVICE, HOST = "device", "host"
 TARGET = "target"
 """The worker that is not a draft."""
 
+SCRATCH_ROLES = frozenset({"workspace", "scratch"})
+"""Roles of buffers that are written anew before each read."""
+
 MAX_SLOTS = 2**31 - 1
 """Slot numbers are stored as int32 in request tables."""
 
@@ -197,6 +200,8 @@ class Buffer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Byte buffer that it shares, page by page, with its owner's other buffers of that name; set by the plan."""
     overlay: str = ""
     """Name under which buffers of several owners lie over each other: memory for the largest alone."""
+    element: str = ""
+    """Format of the 8-bit floats in a buffer of bytes that holds scales as well; empty where `dtype` says it all."""
     is_kv: bool = False
     """True for what layers read (keys, values, latents, scales, index keys, states); False for bookkeeping."""
 
@@ -238,6 +243,15 @@ class Buffer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             return 0
         size = sizes[self.space]
         return size if self.unit is Unit.SLOT else -(-size // spaces[self.space].page_size)
+
+    @property
+    def is_releasable(self) -> bool:
+        """Whether its device memory may come and go while the cache lives: what slots own, and scratch.
+
+        Bookkeeping and what is set once for a layer have to stay.
+        """
+        is_refilled = self.is_kv or self.role in SCRATCH_ROLES
+        return self.memory == "device" and self.space is not None and is_refilled
 
     def rows(self, units: int) -> int:
         """Return the rows of one layer for `units` usable slots or pages, guard included."""

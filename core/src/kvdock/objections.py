@@ -19,6 +19,9 @@ STRIDED = "strided_pages:"
 SKIPS_KV = "skip_kv_cache:"
 """A device's capability of this prefix names a prefill backend that works without the cache."""
 
+SAVES_MEMORY = "memory_saver"
+"""A device's capability of this name takes memory that can be released and restored."""
+
 Rule = Callable[[PlanQuery], str | None]
 
 
@@ -77,6 +80,18 @@ def _unread_strides(query: PlanQuery, what: str, instead: str) -> str | None:
     return (
         f"{what}, which the attention backend {', '.join(wrong)} does not read; give one of "
         f"{', '.join(sorted(able))}, or {instead}"
+    )
+
+
+# Memory that comes and goes.
+
+
+def _memory_saver(query: PlanQuery) -> str | None:
+    if not query.options.memory_saver or SAVES_MEMORY in query.device.capabilities:
+        return None
+    return (
+        f"memory_saver=true needs memory that can be released and restored, which {query.device.name} does not offer; "
+        "give memory_saver=false"
     )
 
 
@@ -320,6 +335,7 @@ def _prefill_host(query: PlanQuery) -> str | None:
 RULES: tuple[Rule, ...] = (
     _page_major_backend,
     _page_major_dtype,
+    _memory_saver,
     _split_ranks,
     _split_role,
     _split_drafts,

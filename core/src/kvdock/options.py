@@ -159,7 +159,8 @@ class CacheOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     late_backing: bool | None = None
     """Back states with memory late. Default false. Asks pools for ``late_backing``."""
     memory_saver: bool | None = None
-    """Allow buffers to be released and restored. Default false. Asks pools for ``memory_saver``."""
+    """Take what slots own from memory that can be released and restored. Default false. Asks the device for the
+    capability ``memory_saver``."""
 
     hisparse: bool | None = None
     """Keep most KV on the host. Default false. Asks pools and allocators for the feature ``hisparse``."""

@@ -9,6 +9,7 @@ import msgspec
 
 from kvdock import planfile
 from kvdock.budget import Budget, check_bytes, find_budget, late_slack_bytes
+from kvdock.cells import cell_warnings
 from kvdock.costs import Costs, SlotCost, bytes_per_token, find_costs, kv_bytes_held, slots_held
 from kvdock.device import GIVEN_BUDGET, DeviceInfo, budget_device
 from kvdock.errors import PlanError
@@ -311,7 +312,7 @@ def plan_steps(
 
 def _sized(outline: Outline, budget: Budget, asked: Asked) -> PlanSteps:
     fitted = yield from fit(outline, budget, asked.cap_tokens, asked.rank, asked.ranks)
-    warnings = list(outline.warnings)
+    warnings = [*outline.warnings, *cell_warnings(outline)]
     if budget.base == "fraction" and outline.device.index is None and not budget.weights_bytes:
         warnings.append(
             f"no weights are taken off the memory of {outline.device.name}; give weights_bytes (--weights), "

@@ -42,6 +42,7 @@ PLANNER_OPTIONS = frozenset(
         "context_length",
         "allow_longer_context",
         "draft",
+        "memory_saver",
         "plugins",
         "no_plugins",
         "prefer",

@@ -1,11 +1,21 @@
-"""acme keeps the promises of kvdock's pools and allocators."""
+"""acme keeps the promises of kvdock's plugins, devices, pools and allocators."""
 
-from kvdock.testing.suites import AllocatorSuite, PoolSuite
+from kvdock.testing.suites import AllocatorSuite, Case, DeviceSuite, PluginSuite, PoolSuite
 from kvdock_acme import device, hooks
 from kvdock_acme.allocators import AcmeAllocator
 from kvdock_acme.pools import AcmePool
 
 MINI = device.catalogue()["acme-1-mini"]
+
+
+class TestAcme(PluginSuite):
+    plugin = "acme"
+    cases = (Case(device=MINI),)
+
+
+class TestAcmeDevices(DeviceSuite):
+    plugin = "acme"
+    plugins = (("acme", hooks),)
 
 
 class TestAcmePool(PoolSuite):

@@ -17,7 +17,7 @@ COMMON = ("model", "options", "parallel", "device", "worker")
 HOOKS = {
     "device_catalogue": (),
     "get_allocator_cls": ("query: AllocatorQuery",),
-    "get_kernels": ("device: DeviceInfo",),
+    "get_kernels": ("device: DeviceInfo", "options: CacheOptions"),
     "get_option_defaults": ("query: OptionsQuery",),
     "get_pool_cls": ("query: PoolQuery",),
     "get_request_pool_cls": ("query: RequestQuery",),

@@ -2,6 +2,7 @@
 
 import pytest
 from kvdock.errors import PlanError, PluginError
+from kvdock.options import CacheOptions
 from kvdock.plugins import resolve
 from kvdock.plugins.loading import PluginWarning, Problem, load
 
@@ -189,7 +190,7 @@ def test_hook_get_kernels_gives_the_kernel_set_of_the_most_specific_tier(registr
     registry.add(mock_plugin("rival", tier="hardware", kernels=ReferenceKernels()))
     with pytest.raises(PluginError, match="two plugins claim the kernels for device 'red_type-1'"):
         resolve.kernels(registry, device)
-    assert resolve.kernels(registry, device, prefer=("get_kernels=red",)) is mine
+    assert resolve.kernels(registry, device, CacheOptions(prefer=("get_kernels=red",))) is mine
 
 
 def test_what_is_no_kernel_set_is_refused(registry, mock_plugin, make_device):

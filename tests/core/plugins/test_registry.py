@@ -118,7 +118,7 @@ def test_a_default_argument_is_refused(registry):
         ("get_pool_cls", lambda self, **rest: None, "**rest", "query"),
         ("device_catalogue", lambda self, query: None, "query", "no argument"),
         ("probe_device", lambda self, query: None, "query", "selector"),
-        ("get_kernels", lambda self, query: None, "query", "device"),
+        ("get_kernels", lambda self, query: None, "query", "device, options"),
     ],
 )
 def test_an_argument_that_the_hook_does_not_give_is_refused(registry, hook, implementation, asked, given):

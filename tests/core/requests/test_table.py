@@ -307,3 +307,19 @@ def test_debug_refuses_to_be_read_from_another_thread():
     thread.start()
     thread.join()
     assert len(caught) == 3
+
+
+def test_rows_of_a_batch_are_written_in_one_call(monkeypatch):
+    calls = []
+    write_spans = ReferenceKernels.write_spans
+
+    def counted(kernels, table, rows, starts, ends, slots):
+        calls.append(len(rows))
+        write_spans(kernels, table, rows, starts, ends, slots)
+
+    monkeypatch.setattr(ReferenceKernels, "write_spans", counted)
+    pool = make_pool(3)
+    rows = pool.alloc(["a", "b", "c"])
+    pool.write(rows, [0, 0, 0], [2, 1, 3], slots(5, 6, 7, 8, 9, 10))
+    assert calls == [3]
+    assert pool.req_to_token[1:, :3].tolist() == [[5, 6, 0], [7, 0, 0], [8, 9, 10]]

@@ -181,7 +181,7 @@ class HiSparseAllocator(TieredAllocator):
         ranges = lengths.checked_ranges(table.shape, rows, starts, ends)
         # What begins inside a page gives back that page: the rest of it stays with nobody.
         begins = ranges.starts // self.page_size * self.page_size
-        self._free_side_of(self._live_bounds(ranges, begins).pages(table))
+        self._free_side_of(self._live_bounds(ranges, begins).pages(table, self.parts.kernels))
 
     def full_available_size(self) -> int:
         """Return the free full slots."""

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
+    from kvdock.kernels.interface import Kernels
+
     Ints = NDArray[np.int64]
 
 MOST_TOKENS = 2**40
@@ -293,7 +295,7 @@ class Growth(NamedTuple):
     def page_heads(self) -> Ints:
         """Return where the first token of each new page stands among the new tokens of the batch."""
         grown, bound = self.seq - self.prefix, pages_of(self.prefix, self.page_size) * self.page_size
-        return _spread(grown.cumsum() - grown + bound - self.prefix, self.new_pages, self.page_size)
+        return spread(grown.cumsum() - grown + bound - self.prefix, self.new_pages, self.page_size)
 
 
 class Step(Growth):
@@ -417,45 +419,28 @@ class PageBounds(NamedTuple):
         first = (starts // self.page_size).clip(self.first, self.last)
         return PageBounds(self.ranges, first, self.last, self.page_size)
 
-    def pages(self, table: torch.Tensor) -> torch.Tensor:
+    def pages(self, table: torch.Tensor, kernels: Kernels) -> torch.Tensor:
         """Return the page numbers, ``[pages]`` int64, from one word of `table` a page.
 
         Raises:
             SlotError: the table holds no whole numbers.
         """
-        import torch
-
         require_integers("table", table)
-        if len(self.first) == 1:
-            page_size, row = self.page_size, int(self.ranges.rows[0])
-            start, end = int(self.first[0]) * page_size, int(self.last[0]) * page_size
-            slots = table[row, start:end:page_size]
-        else:
-            slots = torch.take(table, to_device(self._flat_index(), table.device))
-        return pages_of_slots(slots, self.page_size).to(torch.int64)
+        return kernels.read_pages(table, self.ranges.rows, self.first, self.last, self.page_size)
 
     def positions_in(self, whole: PageBounds) -> Ints:
         """Return where these pages stand in the list of `whole`, whose bounds contain them."""
         offset = (whole.last - whole.first).cumsum() - (whole.last - whole.first)
-        return _spread(offset + self.first - whole.first, self.last - self.first, 1)
-
-    def _flat_index(self) -> Ints:
-        base = self.ranges.rows * self.ranges.columns + self.first * self.page_size
-        return _spread(base, self.last - self.first, self.page_size)
+        return spread(offset + self.first - whole.first, self.last - self.first)
 
 
-def _spread(starts: Ints, counts: Ints, step: int) -> Ints:
+def spread(starts: Ints, counts: Ints, step: int = 1) -> Ints:
     """Return ``starts[i], starts[i] + step, …`` (counts[i] of them) of each i, one after the other."""
     import numpy as np
 
     ends = counts.cumsum()
     total = int(ends[-1]) if len(ends) else 0
     return np.repeat(starts - (ends - counts) * step, counts) + np.arange(total, dtype=np.int64) * step
-
-
-def spread(starts: Ints, counts: Ints) -> Ints:
-    """Return the consecutive integers from each of `starts`, `counts` of them, one after the other."""
-    return _spread(starts, counts, 1)
 
 
 def checked_ranges(shape: Sequence[int], rows: Sequence[int], starts: Sequence[int], ends: Sequence[int]) -> Ranges:

@@ -271,7 +271,7 @@ class MappedAllocator(Allocator):
 
     def _free_bounds(self, table: torch.Tensor, whole: lengths.PageBounds, live: lengths.PageBounds) -> None:
         """Give back the pages `whole` of request rows, and what lies beside those of them that are `live` there."""
-        pages = whole.pages(table)
+        pages = whole.pages(table, self.parts.kernels)
         chosen = lengths.to_device(live.positions_in(whole), table.device)
         self._free_both(pages, pages.index_select(0, chosen))
 

@@ -155,7 +155,7 @@ class PagedAllocator(Allocator):
             SlotError: a range outside the table, or more pages than are live; nothing changes.
         """
         bounds = lengths.checked_ranges(table.shape, rows, starts, ends).page_bounds(self.page_size)
-        self.free_pages(bounds.pages(table))
+        self.free_pages(bounds.pages(table, self.parts.kernels))
 
     def verify_pages(self, pages: torch.Tensor) -> None:
         """Raise what `free_pages` would raise for `pages`, and change nothing.

@@ -87,7 +87,7 @@ class PureSWAAllocator(PagedAllocator):
         bounds = ranges.page_bounds(self.page_size)
         if swa_starts is not None:
             bounds = bounds.from_tokens(window.checked_swa_starts(ranges, swa_starts))
-        self.free_pages(bounds.pages(table))
+        self.free_pages(bounds.pages(table, self.parts.kernels))
 
     def free_swa(self, indices: torch.Tensor) -> None:
         """Give back the pages whose last token is among these slots; padding is skipped. Waits for the device once."""
@@ -113,7 +113,7 @@ class PureSWAAllocator(PagedAllocator):
             SlotError: a range outside the table, or more pages than are live; nothing changes.
         """
         bounds = lengths.checked_ranges(table.shape, rows, starts, ends).finished_page_bounds(self.page_size)
-        self.free_pages(bounds.pages(table))
+        self.free_pages(bounds.pages(table, self.parts.kernels))
 
     def full_available_size(self) -> int:
         """Return the free slots, which are both sides' at once."""

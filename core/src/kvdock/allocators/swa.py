@@ -171,7 +171,7 @@ class SWAAllocator(MappedAllocator):
         ranges = lengths.checked_ranges(table.shape, rows, starts, ends)
         whole = ranges.page_bounds(self.page_size)
         if swa_starts is None:
-            pages = whole.pages(table)
+            pages = whole.pages(table, self.parts.kernels)
             self._free_both(pages, pages)
         else:
             self._free_bounds(table, whole, whole.from_tokens(window.checked_swa_starts(ranges, swa_starts)))
@@ -204,7 +204,7 @@ class SWAAllocator(MappedAllocator):
             SlotError: a range outside the table, or more pages than are live; nothing changes.
         """
         bounds = lengths.checked_ranges(table.shape, rows, starts, ends).finished_page_bounds(self.page_size)
-        self._free_side_of(bounds.pages(table))
+        self._free_side_of(bounds.pages(table, self.parts.kernels))
 
     def full_available_size(self) -> int:
         """Return the free slots of the full side."""

@@ -121,7 +121,7 @@ class TieredAllocator(MappedAllocator):
         self._buffers.check_row(request, row)
         table = self._requests.req_to_token
         ranges = lengths.checked_ranges(table.shape, [row], [device_start], [tokens])
-        logical = self._live_bounds(ranges, [device_start]).pages(table)
+        logical = self._live_bounds(ranges, [device_start]).pages(table, self.parts.kernels)
         own = self._mapped(logical)
         self._verify_mapped(logical, own)
         self._verify_lone(request, logical)

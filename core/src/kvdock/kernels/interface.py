@@ -9,12 +9,20 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from kvdock.dtypes import DType
+from kvdock.errors import BuildError
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
+    from numpy.typing import NDArray
+
+    from kvdock.cache import KVCache
+
+    Ints = NDArray[np.int64]
 
 
 class Kernels(abc.ABC):
@@ -126,6 +134,26 @@ class Kernels(abc.ABC):
     def write_rows(self, table: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor, slots: torch.Tensor) -> None:
         """Write ``slots[i]`` to ``table[rows[i], columns[i]]``."""
 
+    def write_spans(self, table: torch.Tensor, rows: Ints, starts: Ints, ends: Ints, slots: torch.Tensor) -> None:
+        """Write `slots`, span after span, to ``table[rows[i], starts[i]:ends[i]]``; spans are numbers on the host.
+
+        A device that writes all spans in one launch overrides this.
+        """
+        from kvdock.kernels import spans
+
+        places = spans.places(rows, starts, ends, table.device)
+        self.write_rows(table, *places, slots)
+
+    def read_pages(self, table: torch.Tensor, rows: Ints, firsts: Ints, lasts: Ints, page_size: int) -> torch.Tensor:
+        """Return the numbers of the pages ``firsts[i] … lasts[i]`` of each row, one after the other; int64.
+
+        A page is known by the word of its first column; spans are numbers on the host. A device that reads all
+        spans in one launch overrides this.
+        """
+        from kvdock.kernels import spans
+
+        return spans.read_pages(table, rows, firsts, lasts, page_size)
+
     @abc.abstractmethod
     def translate(self, mapping: torch.Tensor, loc: torch.Tensor, page_size: int = 1) -> torch.Tensor:
         """Return ``mapping[loc // page_size] · page_size + loc % page_size`` as int64; a slot of −1 stays −1.
@@ -150,3 +178,24 @@ class Kernels(abc.ABC):
         self, tgt_view: torch.Tensor, tgt_loc: torch.Tensor, src_view: torch.Tensor, src_loc: torch.Tensor
     ) -> None:
         """Copy slots between two views of one shape and dtype; either may lie in pinned host memory."""
+
+    def releasable(self, device: torch.device) -> AbstractContextManager[object]:
+        """Return a context in which memory is taken that can be released and restored later (option `memory_saver`).
+
+        Entered while building, once for each tensor; a device with the capability ``memory_saver`` overrides this.
+
+        Raises:
+            BuildError: this device has no such memory, or what brings it is not installed.
+        """
+        raise BuildError(
+            f"memory_saver=true needs memory that can be released, and {type(self).__name__} takes none on {str(device)!r}; "
+            "give memory_saver=false"
+        )
+
+    def warm_up(self, cache: KVCache) -> None:
+        """Do once what the first calls would wait for, such as compiling and loading kernels; by default nothing.
+
+        Called by `build` with the finished cache, on the device that was planned for. The cache is empty, and has to
+        be empty again afterwards; what lies in padding may be written.
+        """
+        return

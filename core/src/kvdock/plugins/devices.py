@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from kvdock.device import DeviceInfo
 from kvdock.errors import PlanError, PluginError, nearest
 from kvdock.hookspecs import TIERS
 from kvdock.kernels.interface import Kernels
+from kvdock.options import CacheOptions
 from kvdock.plugins.answers import ask_all, first_claim, named, wrong
 from kvdock.plugins.loading import Member, PluginWarning, Registry, shown
 
@@ -78,14 +79,20 @@ def probe(registry: Registry, plugin: str | None, selector: str = "") -> DeviceI
 def live_devices(registry: Registry, selector: str = "") -> tuple[tuple[str, DeviceInfo], ...]:
     """Return the live device of each hardware plugin that finds one; the host is none.
 
-    A probe that fails is a `PluginWarning` with the cause: nobody asked for that device by name.
+    A probe that fails is a `PluginWarning` with the cause: nobody asked for that device by name. One that says why its
+    devices are not here (a `PlanError`) is a warning only where no other plugin finds one.
     """
     found: dict[str, DeviceInfo] = {}
+    absent: list[str] = []
     for member, _ in registry.hookimpls("probe_device", "hardware"):
         try:
             found |= _probes(registry, ("hardware",), selector, {member.name})
+        except PlanError as error:
+            absent.append(str(error))
         except PluginError as error:
             warnings.warn(f"{error}; its devices are left out", PluginWarning, stacklevel=2)
+    for reason in absent if not found else ():
+        warnings.warn(reason, PluginWarning, stacklevel=2)
     return tuple(found.items())
 
 
@@ -162,10 +169,11 @@ def _not_asked(registry: Registry, owner: str) -> str:
     return f"; not asked for its devices: {listed}" if others else ""
 
 
-def kernels(registry: Registry, device: DeviceInfo, prefer: Sequence[str] = ()) -> Kernels | None:
+def kernels(registry: Registry, device: DeviceInfo, options: CacheOptions | None = None) -> Kernels | None:
     """Return the kernel set for a device; ``None`` leaves the reference kernels in place.
 
     Raises:
+        PlanError: the plugin says that what it needs is not here.
         PluginError: two plugins of one tier give one, or an answer is no kernel set.
     """
 
@@ -175,6 +183,8 @@ def kernels(registry: Registry, device: DeviceInfo, prefer: Sequence[str] = ()) 
         return type(value).__name__
 
     subject = f"the kernels for device {device.name!r}"
-    claim, _ = first_claim(registry, "get_kernels", subject, check, prefer, device=device)
+    options = options or CacheOptions()
+    prefer = options.prefer or ()
+    claim, _ = first_claim(registry, "get_kernels", subject, check, prefer, device=device, options=options)
     found: Kernels | None = claim.value if claim else None
     return found

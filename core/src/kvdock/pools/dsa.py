@@ -280,7 +280,8 @@ def row_buffer(query: PoolQuery, layout: RowLayout) -> Buffer:
         )
     if dtypes.find(raw.dtype).bits != 8:
         raise PlanError(f"scaled rows are of 8-bit floats, not of {raw.dtype}; give kv_cache_dtype=fp8_e4m3")
-    return msgspec.structs.replace(raw, dtype="uint8", shape=(1, lora + lora // SCALE_BLOCK * 4 + 2 * rope))
+    shape = (1, lora + lora // SCALE_BLOCK * 4 + 2 * rope)
+    return msgspec.structs.replace(raw, dtype="uint8", element=raw.dtype, shape=shape)
 
 
 def _check_page(page_size: int, kernel_page: int) -> None:

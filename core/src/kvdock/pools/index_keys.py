@@ -78,15 +78,16 @@ def index_buffer(query: PoolQuery) -> Buffer:
     Raises:
         PlanError: as `index_format`.
     """
-    group = group_of(query)
+    group, found = group_of(query), index_format(query)
     return Buffer(
         name="index_k",
         role="index",
         space=group.space,
         unit=Unit.PAGE,
-        shape=(query.space.page_size * index_format(query).nbytes,),
+        shape=(query.space.page_size * found.nbytes,),
         widen=query.parallel.dcp_size,
         dtype="uint8",
+        element=found.dtype if dtypes.find(found.dtype).bits == 8 else "",
         layers=group.layer_ids,
         worker=query.worker,
         is_kv=True,

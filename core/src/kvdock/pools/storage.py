@@ -7,7 +7,8 @@ as rows or as views ``[pages, page_size, *shape]`` with strides.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -19,6 +20,9 @@ from kvdock.storages import PageLayout, bytes_of, lay_pages
 
 if TYPE_CHECKING:
     import torch
+
+Within = Callable[[Buffer, "torch.device"], AbstractContextManager[object]]
+"""Gives the context in which the device tensors of a buffer are taken: a memory pool, memory that can be released."""
 
 
 class Placed(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,8 +56,11 @@ class Placed(msgspec.Struct, frozen=True, kw_only=True):
 class Tensors:
     """The tensors of one pool, allocator or request pool, by buffer name."""
 
-    def __init__(self, placed: Sequence[Placed], page_layout: PageLayout | None = None) -> None:
+    def __init__(
+        self, placed: Sequence[Placed], page_layout: PageLayout | None = None, within: Within | None = None
+    ) -> None:
         self._placed = {part.buffer.name: part for part in placed}
+        self._within = within  # a memory pool has to live as long as its tensors
         self.page_layout = page_layout
         """Where blocks lie in the byte buffer of the buffers that share one; ``None``: none do."""
 
@@ -114,18 +121,20 @@ def allocate(
     device: torch.device,
     granularity_bytes: int = 1,
     overlays: Mapping[str, torch.Tensor] | None = None,
+    within: Within | None = None,
 ) -> Tensors:
     """Return zeroed tensors for `buffers`: on `device`, or on the host for those that ask for it.
 
     Each device tensor takes its declared bytes rounded up to `granularity_bytes`. On the ``meta`` device
     no device memory is taken; host buffers are real everywhere. Buffers of one owner that share a byte
-    buffer get views of it; `overlays` holds the memory of those that lie over others'.
+    buffer get views of it; `overlays` holds the memory of those that lie over others'. `within` says where
+    device memory is taken from; what it refers to lives as long as the tensors.
 
     Raises:
         BuildError: the memory is not there, or a buffer cannot be laid out.
     """
     paged = [buffer for buffer in buffers if buffer.storage]
-    layout, shared = _page_storage(paged, sizes, spaces, device, granularity_bytes) if paged else (None, {})
+    layout, shared = _page_storage(paged, sizes, spaces, device, granularity_bytes, within) if paged else (None, {})
     placed = []
     for buffer in buffers:
         if buffer.name in shared:
@@ -134,8 +143,8 @@ def allocate(
         units = buffer.units_in(spaces, sizes)
         raw = (overlays or {}).get(buffer.overlay)
         step = granularity_bytes if buffer.memory == "device" else 1
-        placed.append(_place(buffer, units, spaces, device, step, raw))
-    return Tensors(placed, layout)
+        placed.append(_place(buffer, units, spaces, device, step, raw, within))
+    return Tensors(placed, layout, within)
 
 
 def allocate_overlays(
@@ -144,13 +153,14 @@ def allocate_overlays(
     spaces: Mapping[str, Space],
     device: torch.device,
     granularity_bytes: int = 1,
+    within: Within | None = None,
 ) -> dict[str, torch.Tensor]:
     """Return the memory under buffers that lie over each other, by name; as large as the largest."""
     over = [buffer for buffer in buffers if buffer.overlay]
     found: dict[str, torch.Tensor] = {}
     for buffer, nbytes in zip(over, bytes_of(over, spaces, sizes, granularity_bytes), strict=True):
         if nbytes:
-            found[buffer.overlay] = zeros(buffer, nbytes, device)
+            found[buffer.overlay] = zeros(buffer, nbytes, device, within)
     return found
 
 
@@ -170,11 +180,12 @@ def _place(
     device: torch.device,
     step: int,
     raw: torch.Tensor | None = None,
+    within: Within | None = None,
 ) -> Placed:
     """Make the views of one buffer, in memory of its own unless `raw` is given."""
     width = _checked_width(buffer)
     nbytes = round_up(buffer.tensor_nbytes(units), step)
-    own = (raw,) if raw is not None else tuple(zeros(buffer, nbytes, device) for _ in range(buffer.tensors))
+    own = (raw,) if raw is not None else tuple(zeros(buffer, nbytes, device, within) for _ in range(buffer.tensors))
     wholes = [_typed(buffer, width, tensor, buffer.rows(units)) for tensor in own]
     rows = tuple(view for whole in wholes for view in whole.unbind(0))
     page_size = _page_size(buffer, spaces)
@@ -200,11 +211,12 @@ def _page_storage(
     spaces: Mapping[str, Space],
     device: torch.device,
     granularity_bytes: int,
+    within: Within | None,
 ) -> tuple[PageLayout, dict[str, Placed]]:
     """Allocate one byte buffer and return where its blocks lie, and each buffer's views of it."""
     space = spaces[str(buffers[0].space)]
     layout = lay_pages(buffers, space, sizes[space.name])
-    raw = zeros(buffers[0], round_up(layout.nbytes, granularity_bytes), device)
+    raw = zeros(buffers[0], round_up(layout.nbytes, granularity_bytes), device, within)
     return layout, {buffer.name: _place_in_pages(buffer, layout, raw, space) for buffer in buffers}
 
 
@@ -254,8 +266,8 @@ def _checked_width(buffer: Buffer) -> tuple[int, ...]:
     return (*buffer.shape[:-1], last // stored.bits)
 
 
-def zeros(buffer: Buffer, nbytes: int, device: torch.device) -> torch.Tensor:
-    """Return zeroed bytes for a buffer, where its kind of memory is.
+def zeros(buffer: Buffer, nbytes: int, device: torch.device, within: Within | None = None) -> torch.Tensor:
+    """Return zeroed bytes for a buffer, where its kind of memory is; on the device in the context that `within` gives.
 
     Raises:
         BuildError: the memory is not there.
@@ -265,14 +277,17 @@ def zeros(buffer: Buffer, nbytes: int, device: torch.device) -> torch.Tensor:
     on_host = buffer.memory != "device"
     pinned = buffer.memory == "pinned" and device.type not in ("cpu", "meta")
     where = torch.device("cpu") if on_host else device
+    inside: AbstractContextManager[object] = nullcontext() if on_host or within is None else within(buffer, where)
     try:
-        return torch.zeros(nbytes, dtype=torch.uint8, device=where, pin_memory=pinned)
+        with inside:
+            found = torch.zeros(nbytes, dtype=torch.uint8, device=where, pin_memory=pinned)
     except (RuntimeError, MemoryError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise BuildError(
             f"buffer {buffer.name!r} of {buffer.owner or 'this part'} asked for {nbytes:,} bytes on {where} "
             f"({buffer.tensors} such tensors) and got none: {reason}; free memory there or plan for a smaller budget"
         ) from None
+    return found
 
 
 def _typed(buffer: Buffer, width: tuple[int, ...], raw: torch.Tensor, rows: int) -> torch.Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING
 
 from kvdock.allocators.debug import ThreadGuard
-from kvdock.allocators.lengths import Ranges, checked_ranges, require_row, spread, to_device, to_host
+from kvdock.allocators.lengths import Ranges, checked_ranges, require_row, to_host
 from kvdock.errors import BuildError, SlotError
 from kvdock.layout import REQUESTS, Buffer
 from kvdock.planned import Parts
@@ -246,8 +246,6 @@ class ReqToTokenPool(RequestPool):
             )
 
     def _scatter(self, ranges: Ranges, counts: NDArray[np.int64], slots: torch.Tensor) -> None:
-        import numpy as np
-
         if len(counts) == 1:
             row, start, end = int(ranges.rows[0]), int(ranges.starts[0]), int(ranges.ends[0])
             self.req_to_token[row, start:end].copy_(slots)
@@ -255,10 +253,7 @@ class ReqToTokenPool(RequestPool):
         if slots.shape[0] >= _LONG_RANGE * len(counts) and slots.is_cpu and self.req_to_token.is_cpu:
             self._copy_ranges(ranges, slots.numpy())
             return
-        device = self.req_to_token.device
-        rows = to_device(np.repeat(ranges.rows, counts), device)
-        columns = to_device(spread(ranges.starts, counts), device)
-        self.parts.kernels.write_rows(self.req_to_token, rows, columns, slots)
+        self.parts.kernels.write_spans(self.req_to_token, ranges.rows, ranges.starts, ranges.ends, slots)
 
     def _copy_ranges(self, ranges: Ranges, slots: NDArray[np.int64]) -> None:
         table, start = self.req_to_token.numpy(), 0

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+import threading
 from typing import TYPE_CHECKING, ClassVar
 
 import pytest
 
 from kvdock.builder import build
 from kvdock.errors import SlotError
+from kvdock.testing.batch import Batch, allocated, allocated_tensor, slots_of
+from kvdock.testing.counting import bytes_made
 from kvdock.testing.suite_base import Suite
 
 if TYPE_CHECKING:
@@ -48,12 +51,12 @@ class AllocatorSuite(Suite):
         """A fresh allocator has what the plan says, in whole pages."""
         assert allocator.available_size() == allocator.size == plan.max_total_num_tokens
         assert allocator.size % allocator.page_size == 0
-        allocator.check(held=_slots([]))
+        allocator.check(held=slots_of([]))
 
     def test_all_of_it_can_be_handed_out_once(self, allocator: Allocator) -> None:
         """Every usable slot is handed out exactly once, and padding never."""
         page = allocator.page_size
-        slots = _allocated(allocator.alloc(allocator.size))
+        slots = allocated(allocator.alloc(allocator.size))
         assert sorted(slots) == list(range(page, allocator.size + page))
         assert allocator.available_size() == 0
         assert allocator.alloc(page) is None
@@ -109,7 +112,7 @@ class AllocatorSuite(Suite):
         spare = batch.allocator.alloc(batch.allocator.available_size() - needed * page)
         batch.extend_all(grown)
         assert batch.allocator.available_size() == 0
-        batch.allocator.free(_allocated_tensor(spare))
+        batch.allocator.free(allocated_tensor(spare))
         batch.check()
 
     def test_extend_fills_the_last_page_first(self, batch: Batch) -> None:
@@ -187,18 +190,18 @@ class AllocatorSuite(Suite):
         assert allocator.available_size() == allocator.size - 2 * page
         allocator.free_group_end()
         assert allocator.available_size() == allocator.size
-        allocator.check(held=_slots([]))
+        allocator.check(held=slots_of([]))
 
     def test_restore_takes_back_allocations(self, batch: Batch) -> None:
         """A restore undoes every allocation since the backup, and the same slots come again."""
         allocator, page = batch.allocator, batch.allocator.page_size
         batch.grow(2, page + 1)
         state, free = allocator.backup_state(), allocator.available_size()
-        first = _allocated(allocator.alloc(2 * page))
+        first = allocated(allocator.alloc(2 * page))
         allocator.restore_state(state)
         assert allocator.available_size() == free
         batch.check()
-        assert _allocated(allocator.alloc(2 * page)) == first
+        assert allocated(allocator.alloc(2 * page)) == first
 
     def test_restore_after_a_free_is_refused(self, allocator: Allocator) -> None:
         """Once something was freed the token is void, and the refusal changes nothing."""
@@ -231,7 +234,7 @@ class AllocatorSuite(Suite):
         pytest.importorskip("torch")
         allocator = build(plan, device="meta", debug=False).token_to_kv_pool_allocator
         page, batch = allocator.page_size, Batch(allocator, random.Random(0))
-        slots = _allocated_tensor(allocator.alloc(6 * page))
+        slots = allocated_tensor(allocator.alloc(6 * page))
         state = allocator.backup_state()
         assert batch.try_extend([(0, page + 1), (1, 2), (page, page)], [-1, page, page]) is not None
         allocator.restore_state(state)
@@ -245,7 +248,7 @@ class AllocatorSuite(Suite):
     def test_with_debug_a_wrong_free_raises_at_once(self, debugged: Allocator) -> None:
         """Slots that are freed twice (in two calls or in one), free or padding are refused, and nothing changes."""
         page = debugged.page_size
-        held, gone = _allocated_tensor(debugged.alloc(page)), _allocated_tensor(debugged.alloc(page))
+        held, gone = allocated_tensor(debugged.alloc(page)), allocated_tensor(debugged.alloc(page))
         debugged.free(gone)
         padding = held[:1] * 0
         twice, unknown, outside = held[:1].repeat(2), padding + debugged.size, padding + 2 * debugged.size
@@ -258,10 +261,49 @@ class AllocatorSuite(Suite):
         assert debugged.available_size() == debugged.size - page
         debugged.check(held=held)
 
+    def test_with_debug_another_thread_is_refused(self, debugged: Allocator) -> None:
+        """The first caller owns the allocator; a call from another thread raises, and nothing changes."""
+        page = debugged.page_size
+        caught: list[SlotError] = []
+        held = allocated_tensor(debugged.alloc(page))
+
+        def call() -> None:
+            try:
+                debugged.alloc(page)
+            except SlotError as error:
+                caught.append(error)
+
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+        assert len(caught) == 1, "a call from another thread was served"
+        assert debugged.available_size() == debugged.size - page
+        debugged.check(held=held)
+
+    def test_calls_cost_what_they_hand_over(self, page_size: int) -> None:
+        """Calls of a few pages make no more tensors and arrays in a pool that is 64 times as large."""
+        pytest.importorskip("torch")
+        made = [self._bytes_made(page_size, times) for times in (1, 64)]
+        grown = {name: (made[0][name], many) for name, many in made[1].items() if many > 2 * made[0][name] + 4096}
+        assert grown == {}, "bytes that a call makes in a small pool, and in a large one"
+
+    def _bytes_made(self, page_size: int, times: int) -> dict[str, int]:
+        """Return what each kind of call makes, the second time that it is made."""
+        plan = self.planned(page_size, times=times)
+        allocator = build(plan, device=self.torch_device, debug=False).token_to_kv_pool_allocator
+        found: dict[str, int] = {}
+        for _ in range(2):
+            batch = Batch(allocator, random.Random(0))
+            held = allocated_tensor(allocator.alloc(4 * page_size))
+            for name, call in batch.few_calls(held).items():
+                found[name] = bytes_made(call)
+            batch.free_all()
+        return found
+
     def test_a_double_free_makes_no_room(self, allocator: Allocator) -> None:
         """Without debug a second free may go unnoticed, but never are more slots available than there are."""
         page = allocator.page_size
-        slots = _allocated_tensor(allocator.alloc(page))
+        slots = allocated_tensor(allocator.alloc(page))
         for _ in range(3):
             try:
                 allocator.free(slots)
@@ -277,6 +319,17 @@ class AllocatorSuite(Suite):
         slots.zero_()
         batch.allocator.free(kept)
         batch.grow(1, 1)
+        asks: list[Callable[[], torch.Tensor | None]] = [lambda: batch.try_extend([(0, 3)]), batch.try_decode]
+        for ask in asks:
+            slots = allocated_tensor(ask())
+            assert str(slots.dtype) == "torch.int64"
+            kept = slots.clone()
+            slots.zero_()
+            held = [slot for owned in batch.requests.values() for slot in owned]
+            batch.allocator.check(held=slots_of([*held, *kept.tolist()], batch.allocator))
+            pages = {slot // batch.allocator.page_size for slot in held}
+            free = [slot for slot in kept.tolist() if slot // batch.allocator.page_size not in pages]
+            batch.allocator.free(slots_of(free, batch.allocator))
         batch.check()
 
     def test_clear_frees_everything(self, batch: Batch) -> None:
@@ -303,152 +356,3 @@ class AllocatorSuite(Suite):
         with pytest.raises(SlotError):
             allocator.resize({space: size + page})
         assert allocator.available_size() == size - page
-
-
-class Batch:
-    """Requests and the slots that they own, beside an allocator."""
-
-    def __init__(self, allocator: Allocator, rng: random.Random) -> None:
-        self.allocator = allocator
-        self.rng = rng
-        self.requests: dict[int, list[int]] = {}
-        self._next = 0
-
-    def grow(self, requests: int, tokens: int) -> int:
-        """Begin `requests` requests of `tokens` tokens; return the last."""
-        for _ in range(requests):
-            slots = _allocated(self.try_extend([(0, tokens)]))
-            self._next += 1
-            self.requests[self._next] = slots
-        return self._next
-
-    def extend(self, request: int, tokens: int) -> None:
-        """Give a request `tokens` more."""
-        owned = self.requests[request]
-        owned += _allocated(self.try_extend([(len(owned), len(owned) + tokens)], [owned[-1]]))
-
-    def decode(self) -> None:
-        """Give every request one token."""
-        for slots, slot in zip(self.requests.values(), _allocated(self.try_decode()), strict=True):
-            slots.append(slot)
-
-    def extend_all(self, grown: dict[int, int]) -> None:
-        """Let every request grow to so many tokens, in one call."""
-        spans = [(len(self.requests[request]), length) for request, length in grown.items()]
-        last = [self.requests[request][-1] if self.requests[request] else -1 for request in grown]
-        slots = _allocated(self.try_extend(spans, last))
-        for request, (start, end) in zip(grown, spans, strict=True):
-            self.requests[request] += slots[: end - start]
-            del slots[: end - start]
-        assert not slots
-
-    def contradictions(self) -> list[Callable[[], object]]:
-        """Return calls that must be refused, whatever is held."""
-        allocator, page = self.allocator, self.allocator.page_size
-        one = _slots([1], allocator)
-        table = one.new_zeros(2, page)
-        calls: list[Callable[[], object]] = [
-            lambda: allocator.alloc(-page),
-            lambda: allocator.alloc_extend(one * 2, [2], one, [1], one, -1),
-            lambda: allocator.alloc_extend(one * 0, [0], one, [1], -one, 2),
-            lambda: allocator.alloc_extend(one * 0, [0], one, [1], one[:0], 1),
-            lambda: allocator.alloc_decode(one * 0, [0], one),
-            lambda: allocator.alloc_decode(one, [1], one[:0]),
-            lambda: allocator.free_rows(table, [2], [0], [page]),
-            lambda: allocator.free_rows(table, [1], [0], [page + 1]),
-            lambda: allocator.free_rows(table, [1], [1], [0]),
-            lambda: allocator.restore_state(object()),
-            lambda: allocator.resize({"no such space": page}),
-            lambda: allocator.resize({}),
-            allocator.free_group_end,
-        ]
-        return calls if page == 1 else [*calls, lambda: allocator.alloc(page + 1)]
-
-    def try_extend(self, spans: list[tuple[int, int]], last: list[int] | None = None) -> torch.Tensor | None:
-        """Ask for the tokens of `spans`; ``None`` if they are not there."""
-        prefix, seq = [start for start, _ in spans], [end for _, end in spans]
-        total = sum(seq) - sum(prefix)
-        return self.allocator.alloc_extend(
-            _slots(prefix, self.allocator),
-            prefix,
-            _slots(seq, self.allocator),
-            seq,
-            _slots(last or [-1] * len(spans), self.allocator),
-            total,
-        )
-
-    def try_decode(self) -> torch.Tensor | None:
-        """Ask for one token a request; ``None`` if they are not there."""
-        lens = [len(slots) + 1 for slots in self.requests.values()]
-        last = [slots[-1] for slots in self.requests.values()]
-        return self.allocator.alloc_decode(_slots(lens, self.allocator), lens, _slots(last, self.allocator))
-
-    def step(self) -> None:
-        """Begin, grow, decode or end requests, at random; what does not fit is left."""
-        choice = self.rng.randrange(4)
-        tokens = self.rng.randint(1, 3 * self.allocator.page_size)
-        if choice == 0 or not self.requests:
-            self._begin(tokens)
-        elif choice == 1:
-            self._extend_one(tokens)
-        elif choice == 2:
-            self._decode_all()
-        else:
-            self.end(self.rng.choice(sorted(self.requests)))
-
-    def _begin(self, tokens: int) -> None:
-        slots = self.try_extend([(0, tokens)])
-        if slots is not None:
-            self._next += 1
-            self.requests[self._next] = slots.tolist()
-
-    def _extend_one(self, tokens: int) -> None:
-        owned = self.requests[self.rng.choice(sorted(self.requests))]
-        slots = self.try_extend([(len(owned), len(owned) + tokens)], [owned[-1]])
-        owned += [] if slots is None else slots.tolist()
-
-    def _decode_all(self) -> None:
-        found = self.try_decode()
-        if found is not None:
-            for slots, slot in zip(self.requests.values(), found.tolist(), strict=True):
-                slots.append(slot)
-
-    def end(self, request: int) -> None:
-        """Free all of a request."""
-        self.allocator.free(_slots(self.requests.pop(request), self.allocator))
-
-    def free_all(self) -> None:
-        """Free every request."""
-        for request in sorted(self.requests):
-            self.end(request)
-
-    def check(self) -> None:
-        """Every slot has one owner, pages belong to one request, token by token, and free and live add up."""
-        page = self.allocator.page_size
-        owners: dict[int, int] = {}
-        for request, slots in self.requests.items():
-            for place, slot in enumerate(slots):
-                assert slot >= page, f"request {request} owns padding slot {slot}"
-                assert owners.setdefault(slot // page, request) == request, f"page {slot // page} has two owners"
-                expected = slot // page * page if place % page == 0 else slots[place - 1] + 1
-                assert slot == expected, f"token {place} of request {request} is in slot {slot}, not {expected}"
-            assert len(set(slots)) == len(slots)
-        assert self.allocator.available_size() + len(owners) * page == self.allocator.size
-        self.allocator.check(held=_slots([s for slots in self.requests.values() for s in slots], self.allocator))
-
-
-def _slots(values: list[int], allocator: Allocator | None = None) -> torch.Tensor:
-    import torch
-
-    device = allocator.parts.device if allocator is not None else None
-    return torch.tensor(values, dtype=torch.int64, device=device)
-
-
-def _allocated(slots: torch.Tensor | None) -> list[int]:
-    found: list[int] = _allocated_tensor(slots).tolist()
-    return found
-
-
-def _allocated_tensor(slots: torch.Tensor | None) -> torch.Tensor:
-    assert slots is not None, "the allocation failed although there is room"
-    return slots

@@ -1,6 +1,6 @@
-"""The pytest plugin of the wheel: fixtures for tests of plugins, on a registry of their own.
+"""The pytest plugin of the wheel: fixtures for tests of plugins, and a summary of the conformance suites of a run.
 
-Everything is imported inside the fixtures, so that an installed kvdock costs other test suites nothing.
+Everything is imported inside the functions, so that an installed kvdock costs other test suites nothing.
 """
 
 from __future__ import annotations
@@ -30,3 +30,14 @@ def mock_plugin() -> Callable[..., MockPlugin]:
     from kvdock.testing.mocks import mock_plugin
 
     return mock_plugin
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say how many suites ran, what their checks found, and why some were not made; nothing if none ran."""
+    from kvdock.testing import summary
+
+    checks = list(summary.checks_of(terminalreporter.stats))
+    if checks:
+        terminalreporter.section("kvdock conformance")
+        for line in summary.lines(checks, terminalreporter.verbosity >= 0):
+            terminalreporter.line(line)

@@ -11,7 +11,8 @@ import pytest
 from kvdock.builder import build
 from kvdock.errors import SlotError
 from kvdock.model import LayerSpec, MHAParams, ModelSpec
-from kvdock.testing.allocator_suite import AllocatorSuite, Batch
+from kvdock.testing.allocator_suite import AllocatorSuite
+from kvdock.testing.batch import Batch
 
 if TYPE_CHECKING:
     import torch

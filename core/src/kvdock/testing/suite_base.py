@@ -1,10 +1,11 @@
-"""What the conformance suites share: a plan, its build, and the rule that no check goes missing."""
+"""What the conformance suites share: the rule that no check goes missing, a plan, and its build."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
+import msgspec
 import pytest
 
 from kvdock.builder import build
@@ -14,6 +15,7 @@ from kvdock.model import LayerSpec, MHAParams, ModelSpec
 from kvdock.options import Parallelism, make_options
 from kvdock.planner import CachePlan, plan_from
 from kvdock.startup import core_only
+from kvdock.testing.summary import REASON_PROPERTY, SUITE_PROPERTY
 
 SMALL_MODEL = ModelSpec(
     name="conformance",
@@ -41,19 +43,16 @@ def unsupported(reason: str) -> Callable[[Any], None]:
     return check
 
 
-class Suite:
-    """What both suites share: a plan of `model` for `device`, made by the core and `plugins`, and its build."""
+def _checks(cls: type[Checks]) -> Iterator[tuple[str, Any]]:
+    """Yield the name and the original of every check that `cls` inherits from a suite of this package."""
+    for base in cls.__mro__:
+        if base.__module__.startswith(__package__) and base is not cls:
+            yield from ((name, value) for name, value in vars(base).items() if name.startswith("test_"))
 
-    plugins: ClassVar[tuple[tuple[str, Any], ...]] = ()
-    """Pairs of a name and a module or object with hooks, taken as hardware beside the core."""
-    device: ClassVar[DeviceInfo]
-    """The profile to plan for."""
-    torch_device: ClassVar[str] = "cpu"
-    """Where the plan is built."""
-    model: ClassVar[ModelSpec] = SMALL_MODEL
-    options: ClassVar[Mapping[str, Any]] = {}
-    page_sizes: ClassVar[tuple[int, ...]] = (16, 64)
-    budget_bytes: ClassVar[int] = 2**20
+
+class Checks:
+    """What all suites share: no check goes missing, and the summary of the run counts each."""
+
     seeds: ClassVar[tuple[int, ...]] = (1, 2)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -67,33 +66,67 @@ class Suite:
                 )
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """Run what is random with each seed."""
+        vary(metafunc, "seed", self.seeds)
+
+    @pytest.fixture(autouse=True)
+    def _counted(self, request: pytest.FixtureRequest, record_property: Callable[[str, object], None]) -> None:
+        """Note for the summary which suite a check belongs to, and the reason if it is replaced by one."""
+        suite = next(base for base in type(self).__mro__ if base.__module__.startswith(__package__))
+        record_property(SUITE_PROPERTY, [type(self).__name__, suite.__name__])
+        reason = getattr(getattr(request, "function", None), "reason", "")
+        if reason:
+            record_property(REASON_PROPERTY, reason)
+
+
+def vary(metafunc: pytest.Metafunc, name: str, values: Sequence[Any]) -> None:
+    """Run a check that takes `name` with each of `values`."""
+    if name in metafunc.fixturenames:
+        metafunc.parametrize(name, values, ids=[f"{name}={value}" for value in values])
+
+
+class Suite(Checks):
+    """What suites of classes share: a plan of `model` for `device`, made by the core and `plugins`, and its build."""
+
+    plugins: ClassVar[tuple[tuple[str, Any], ...]] = ()
+    """Pairs of a name and a module or object with hooks, taken beside the core."""
+    tier: ClassVar[str] = "hardware"
+    """The tier of `plugins`."""
+    device: ClassVar[DeviceInfo]
+    """The profile to plan for."""
+    torch_device: ClassVar[str] = "cpu"
+    """Where the plan is built."""
+    model: ClassVar[ModelSpec] = SMALL_MODEL
+    options: ClassVar[Mapping[str, Any]] = {}
+    page_sizes: ClassVar[tuple[int, ...]] = (16, 64)
+    budget_bytes: ClassVar[int] = 2**20
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Run what depends on pages with each page size, and what is random with each seed."""
-        for name, values in (("page_size", self.page_sizes), ("seed", self.seeds)):
-            if name in metafunc.fixturenames:
-                metafunc.parametrize(name, values, ids=[f"{name}={value}" for value in values])
+        super().pytest_generate_tests(metafunc)
+        vary(metafunc, "page_size", self.page_sizes)
 
     @pytest.fixture
     def plan(self, page_size: int) -> CachePlan:
         """Give the plan under test."""
         return self.planned(page_size)
 
-    def planned(self, page_size: int, **more: Any) -> CachePlan:
-        """Return a plan with pages of `page_size`, and with `more` options than the suite names."""
+    def planned(self, page_size: int, times: int = 1, **more: Any) -> CachePlan:
+        """Return a plan with pages of `page_size`, of `times` the memory, and with `more` options than the suite names."""
         registry = core_only()
         for name, plugin in self.plugins:
-            registry.add(plugin, name=name, tier="hardware")
+            registry.add(plugin, name=name, tier=self.tier)
         options = make_options({"page_size": page_size, **self.options, **more})
-        return plan_from((self.model,), self.device, options, Parallelism(), registry, budget_bytes=self.budget_bytes)
+        budget = self.budget_bytes * times
+        return plan_from((self.model,), self._device_of(times), options, Parallelism(), registry, budget_bytes=budget)
+
+    def _device_of(self, times: int) -> DeviceInfo:
+        """Return the profile, or one of `times` the memory."""
+        sizes = ("total_bytes", "free_before_load_bytes", "free_bytes")
+        return msgspec.structs.replace(self.device, **{size: getattr(self.device, size) * times for size in sizes})
 
     @pytest.fixture
     def cache(self, plan: CachePlan) -> KVCache:
         """Give what is built from the plan."""
         pytest.importorskip("torch")
         return build(plan, device=self.torch_device, debug=False)
-
-
-def _checks(cls: type[Suite]) -> Iterator[tuple[str, Any]]:
-    """Yield the name and the original of every check that `cls` inherits from a suite of this package."""
-    for base in cls.__mro__:
-        if base.__module__.startswith(__package__) and base is not cls:
-            yield from ((name, value) for name, value in vars(base).items() if name.startswith("test_"))

@@ -1,4 +1,4 @@
-"""Conformance suites: what every pool and every allocator promises, as tests that a vendor subclasses.
+"""Conformance suites: what plugins, devices, pools, allocators and kernels promise, as tests that a vendor subclasses.
 
 A subclass names the plugin, a device profile and the class; pytest collects the rest::
 
@@ -15,8 +15,23 @@ or replaces a check in another way is refused when it is made.
 from __future__ import annotations
 
 from kvdock.testing.allocator_suite import AllocatorSuite
+from kvdock.testing.device_suite import DeviceSuite
+from kvdock.testing.kernel_suite import KernelSuite
+from kvdock.testing.plugin_suite import CPU, Case, PluginSuite
 from kvdock.testing.pool_suite import PoolSuite
 from kvdock.testing.sliding_suite import SLIDING_MODEL, SlidingAllocatorSuite
 from kvdock.testing.suite_base import SMALL_MODEL, unsupported
 
-__all__ = ["SLIDING_MODEL", "SMALL_MODEL", "AllocatorSuite", "PoolSuite", "SlidingAllocatorSuite", "unsupported"]
+__all__ = [
+    "CPU",
+    "SLIDING_MODEL",
+    "SMALL_MODEL",
+    "AllocatorSuite",
+    "Case",
+    "DeviceSuite",
+    "KernelSuite",
+    "PluginSuite",
+    "PoolSuite",
+    "SlidingAllocatorSuite",
+    "unsupported",
+]

@@ -1,4 +1,4 @@
-"""Profiles of NVIDIA devices: one table of what the driver reports, one derivation of what is usable."""
+"""NVIDIA devices: what a compute capability can do, and profiles derived from what the driver reports."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ from collections.abc import Mapping
 
 import msgspec
 from kvdock.device import DeviceInfo
+from kvdock.objections import SAVES_MEMORY, SKIPS_KV
 
 MIB = 2**20
+
+DEVICE_TYPE = "cuda"
+"""Torch's word for these devices; that of AMD's too, which is why `is_ours` reads the capabilities."""
 
 DRIVER_MIB = 768
 """What the driver keeps for itself: the most seen between its total and the total that a process gets.
@@ -22,26 +26,38 @@ CONTEXT_MIB = 512
 GRANULARITY_BYTES = 2 * MIB
 """The caching allocator of torch asks the driver for segments in multiples of 2 MiB."""
 
+LEAST = (8, 0)
+"""The least compute capability: Triton compiles for no older device, and older ones have no bfloat16."""
+
+FP4 = "fp4"
+"""Capability of devices whose kernels read keys and values of 4 bits."""
+
+FIRST_FP4 = (10, 0)
+"""The first compute capability with 4-bit floats."""
+
+SKIPPING: Mapping[str, frozenset[int]] = {"fa3": frozenset({9}), "fa4": frozenset({9, 10})}
+"""Prefill backend that works without a cache → the major compute capabilities that it is written for."""
+
 
 class Card(msgspec.Struct, frozen=True):
     """One device: the total that the driver reports, its compute capability, and where the total is published."""
 
     name: str
     driver_total_mib: int
-    capability: str
+    capability: tuple[int, int]
     published: str
 
 
 _MEASURED = "thundergolfer.com/blog/nvidia-gpu-memory-capacity"
 _CARDS = (
-    Card("a100-40gb", 40_960, "sm_80", _MEASURED),
-    Card("a100-80gb", 81_920, "sm_80", _MEASURED),
-    Card("l40s", 46_068, "sm_89", _MEASURED),
-    Card("h100", 81_559, "sm_90", _MEASURED),
-    Card("h200", 143_771, "sm_90", _MEASURED),
-    Card("b200", 183_359, "sm_100", "github.com/NVIDIA/TensorRT-LLM/issues/10278"),
-    Card("rtx4090", 24_564, "sm_89", "github.com/RLinf/RLinf/issues/255"),
-    Card("rtx5090", 32_607, "sm_120", "github.com/noonghunna/club-3090/issues/1229"),
+    Card("a100-40gb", 40_960, (8, 0), _MEASURED),
+    Card("a100-80gb", 81_920, (8, 0), _MEASURED),
+    Card("l40s", 46_068, (8, 9), _MEASURED),
+    Card("h100", 81_559, (9, 0), _MEASURED),
+    Card("h200", 143_771, (9, 0), _MEASURED),
+    Card("b200", 183_359, (10, 0), "github.com/NVIDIA/TensorRT-LLM/issues/10278"),
+    Card("rtx4090", 24_564, (8, 9), "github.com/RLinf/RLinf/issues/255"),
+    Card("rtx5090", 32_607, (12, 0), "github.com/noonghunna/club-3090/issues/1229"),
 )
 
 
@@ -50,16 +66,39 @@ def catalogue() -> Mapping[str, DeviceInfo]:
     return {card.name: _profile(card) for card in _CARDS}
 
 
+def capabilities(major: int, minor: int) -> tuple[str, ...]:
+    """Return what a compute capability can do: its own name (``sm_90``) first, then what follows from it."""
+    skipping = [f"{SKIPS_KV}{backend}" for backend, majors in SKIPPING.items() if major in majors]
+    fp4 = [FP4] if (major, minor) >= FIRST_FP4 else []
+    return (f"sm_{major}{minor}", *skipping, *fp4, SAVES_MEMORY)
+
+
+def is_ours(device: DeviceInfo) -> bool:
+    """Return whether a device is NVIDIA's: of torch's type ``cuda``, with a compute capability."""
+    return device.device_type == DEVICE_TYPE and compute_capability(device) != ""
+
+
+def compute_capability(device: DeviceInfo) -> str:
+    """Return the compute capability among a device's capabilities, for example ``sm_90``; else an empty string."""
+    return next((name for name in device.capabilities if name.startswith("sm_")), "")
+
+
+def is_too_old(device: DeviceInfo) -> bool:
+    """Return whether a device of NVIDIA's is older than what its kernels are written for."""
+    number = compute_capability(device).removeprefix("sm_")
+    return number.isdigit() and divmod(int(number), 10) < LEAST
+
+
 def _profile(card: Card) -> DeviceInfo:
     usable_bytes = (card.driver_total_mib - DRIVER_MIB - CONTEXT_MIB) * MIB
     return DeviceInfo(
-        device_type="cuda",
+        device_type=DEVICE_TYPE,
         name=card.name,
         total_bytes=card.driver_total_mib * MIB,
         free_before_load_bytes=usable_bytes,
         free_bytes=usable_bytes,
         granularity_bytes=GRANULARITY_BYTES,
-        capabilities=(card.capability,),
+        capabilities=capabilities(*card.capability),
         source=(
             f"nvidia-smi: {card.driver_total_mib} MiB ({card.published}), "
             f"less {DRIVER_MIB} for the driver and {CONTEXT_MIB} for a CUDA context"

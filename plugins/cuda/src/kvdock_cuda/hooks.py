@@ -1,13 +1,19 @@
-"""What this plugin answers: profiles of NVIDIA devices, so that plans can be made without one."""
+"""What this plugin answers for NVIDIA devices; each hook decides and leaves the work to another module."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from kvdock.device import DeviceInfo
 from kvdock.hookspecs import hookimpl
+from kvdock.kernels.interface import Kernels
+from kvdock.options import CacheOptions
+from kvdock.pools.base import Pool
+from kvdock.queries import OptionsQuery, PlanQuery, PoolQuery
 
-from kvdock_cuda import device
+from kvdock_cuda import device as cards
+from kvdock_cuda import kernels, pools, probe, rules
 
 kvdock_contract = "0.1"
 
@@ -15,4 +21,46 @@ kvdock_contract = "0.1"
 @hookimpl
 def device_catalogue() -> Mapping[str, DeviceInfo]:
     """Return the profile of each device that this distribution knows, by name."""
-    return device.catalogue()
+    return cards.catalogue()
+
+
+@hookimpl
+def probe_device(selector: str) -> DeviceInfo | None:
+    """Describe ``cuda:N`` as torch sees it; without a number, torch's current device."""
+    if not probe.is_number(selector):
+        return None
+    try:
+        import torch
+    except ImportError as error:
+        raise probe.missing_torch(error) from error
+    return probe.find(torch, selector)
+
+
+@hookimpl
+def get_option_defaults(query: OptionsQuery) -> Mapping[str, Any] | None:
+    """Give the page of the indexer's kernels to models that have one."""
+    is_sparse = any(layer.kind == "dsa" for layer in query.model.layers)
+    return {"page_size": rules.INDEXER_PAGE} if is_sparse and cards.is_ours(query.device) else None
+
+
+@hookimpl
+def get_pool_cls(query: PoolQuery) -> type[Pool] | None:
+    """Claim sparse latents for TensorRT-LLM's kernels; all else is the core's."""
+    return pools.pool_cls(query) if query.group is not None and cards.is_ours(query.device) else None
+
+
+@hookimpl
+def validate_plan(query: PlanQuery) -> tuple[str, ...] | None:
+    """Object to pages, formats and backends that the device does not know, and to a device that is too old."""
+    return rules.objections(query) if cards.is_ours(query.device) else None
+
+
+@hookimpl
+def get_kernels(device: DeviceInfo, options: CacheOptions) -> Kernels | None:
+    """Give Triton's kernels, values beside keys where that helps, and memory that can be released."""
+    if not cards.is_ours(device):
+        return None
+    import torch
+
+    probe.check_build(torch)
+    return kernels.kernel_set(torch, options)

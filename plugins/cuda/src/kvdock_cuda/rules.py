@@ -1,0 +1,123 @@
+"""What NVIDIA's kernels do not read: each rule answers a reason or ``None``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvdock import dtypes
+from kvdock.errors import nearest
+from kvdock.layout import TARGET
+from kvdock.queries import PlanQuery
+
+from kvdock_cuda import device, settings
+
+INDEXER_PAGE = 64
+"""Tokens of a page of the kernels that read the index keys of sparse latent attention."""
+
+BACKENDS = frozenset(
+    {
+        "cudnn",
+        "cutlass_mla",
+        "dual_chunk_flash_attn",
+        "fa2",
+        "fa3",
+        "fa4",
+        "flash_attn",
+        "flash_attn_mla",
+        "flashinfer",
+        "flashinfer_mla",
+        "flashmla",
+        "flashmla_auto",
+        "flashmla_decode",
+        "flashmla_kv",
+        "flashmla_prefill",
+        "flashmla_sparse",
+        "flex_attention",
+        "tilelang",
+        "torch",
+        "torch_native",
+        "torch_sdpa",
+        "triton",
+        "triton_mla",
+        "trtllm",
+        "trtllm_mha",
+        "trtllm_mla",
+        "xformers",
+    }
+)
+"""Attention backends that engines have for NVIDIA devices; `settings.Settings.backends` adds to them."""
+
+BACKEND_OPTIONS = (
+    "attention_backend",
+    "prefill_attention_backend",
+    "decode_attention_backend",
+    "sparse_prefill_backend",
+    "sparse_decode_backend",
+)
+
+Rule = Callable[[PlanQuery], str | None]
+
+
+def objections(query: PlanQuery) -> tuple[str, ...]:
+    """Return all that is said against a plan for an NVIDIA device."""
+    return tuple(reason for rule in RULES if (reason := rule(query)) is not None)
+
+
+def _too_old(query: PlanQuery) -> str | None:
+    if query.worker != TARGET or not device.is_too_old(query.device):
+        return None
+    major, minor = device.LEAST
+    return (
+        f"{query.device.name} is {device.compute_capability(query.device)}, and kernels are written for sm_{major}{minor} "
+        "and later, which have bfloat16 and Triton; give another device, or budget_bytes in place of a device"
+    )
+
+
+def _unknown_backend(query: PlanQuery) -> str | None:
+    """Object to a backend that nobody has: the bytes of a row follow its name, so a slip would not be seen."""
+    if query.worker != TARGET:
+        return None
+    known = BACKENDS | set(settings.of(query.options).backends)
+    asked = {name: getattr(query.options, name) for name in BACKEND_OPTIONS}
+    wrong = [f"{name}={value}{nearest(value, known)}" for name, value in asked.items() if value and value not in known]
+    if not wrong:
+        return None
+    named = sorted({value for value in asked.values() if value and value not in known})
+    return (
+        f"no attention backend of {query.device.name} is called so: {', '.join(wrong)}; give one of "
+        f"{', '.join(sorted(known))}, or name your own with plugin_options={{'{settings.PLUGIN}': {{'backends': {named}}}}}"
+    )
+
+
+def _indexer_page(query: PlanQuery) -> str | None:
+    # All layers, not this rank's alone, so that every stage of a pipeline answers alike.
+    is_sparse = any(layer.kind == "dsa" for layer in query.model.layers)
+    page_size = query.options.page_size or 1
+    if not is_sparse or page_size == INDEXER_PAGE:
+        return None
+    return (
+        f"page_size={page_size}: CUDA kernels read the index keys of {query.model.name} in pages of {INDEXER_PAGE} "
+        f"tokens; give page_size={INDEXER_PAGE}"
+    )
+
+
+def _four_bits(query: PlanQuery) -> str | None:
+    if dtypes.find(query.kv_dtype).bits > 4 or device.FP4 in query.device.capabilities:
+        return None
+    return (
+        f"kv_cache_dtype={query.options.kv_cache_dtype} needs 4-bit floats, which devices have from sm_100 on, and "
+        f"{query.device.name} is {device.compute_capability(query.device)}; give kv_cache_dtype=fp8_e4m3"
+    )
+
+
+def _foreign_floats(query: PlanQuery) -> str | None:
+    if not query.kv_dtype.endswith("fnuz"):
+        return None
+    return (
+        f"kv_cache_dtype={query.options.kv_cache_dtype} is an encoding of other vendors' devices, which no kernel of "
+        f"{query.device.name} reads; give fp8_e4m3 or fp8_e5m2"
+    )
+
+
+RULES: tuple[Rule, ...] = (_too_old, _unknown_backend, _indexer_page, _four_bits, _foreign_floats)
+"""The rules, in the order in which they are reported."""

@@ -1,0 +1,3 @@
+"""AMD devices for kvdock."""
+
+__version__ = "0.1.0"

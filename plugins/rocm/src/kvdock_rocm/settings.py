@@ -1,0 +1,43 @@
+"""What a user may say to this plugin: ``plugin_options={"rocm": {...}}``."""
+
+from __future__ import annotations
+
+import msgspec
+from kvdock.errors import PlanError, nearest
+from kvdock.options import CacheOptions
+
+PLUGIN = "rocm"
+"""Name of the plugin, under which its options are given."""
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """The options of this plugin.
+
+    `backends` are attention backends of the engine that this plugin does not know. `wide_offsets` says that aiter's
+    prefill kernels here find elements beyond 2^31 in small pages, so keys and values may grow past that.
+    """
+
+    backends: tuple[str, ...] = ()
+    wide_offsets: bool = False
+
+
+def of(options: CacheOptions) -> Settings:
+    """Return what the options of a plan say to this plugin.
+
+    Raises:
+        PlanError: an option does not exist here, or does not take the value; says which would do.
+    """
+    given = (options.plugin_options or {}).get(PLUGIN, {})
+    for name in given:
+        if name not in Settings.__struct_fields__:
+            known = ", ".join(Settings.__struct_fields__)
+            raise PlanError(
+                f"plugin_options: {PLUGIN} has no option {name!r}{nearest(name, Settings.__struct_fields__)}; "
+                f"there are {known}"
+            )
+    try:
+        return msgspec.convert(given, Settings)
+    except msgspec.ValidationError as error:
+        raise PlanError(
+            f"plugin_options: {PLUGIN} takes backends, a list of names, and wide_offsets, true or false: {error}"
+        ) from error

@@ -1,0 +1,130 @@
+"""Plugins that break one promise each; `SOUND` keeps them all."""
+
+import itertools
+
+import msgspec
+from kvdock import hookspecs
+from kvdock.hookspecs import hookimpl
+from kvdock.layout import LayerGroup
+from kvdock.pools import MHAPool
+from kvdock.pools.base import Pool
+
+
+class BrokenPool(MHAPool):
+    device_types = frozenset({"broken"})
+
+
+@hookimpl
+def get_pool_cls(query):
+    return BrokenPool if query.device.device_type == "broken" and query.kind == "mha" else None
+
+
+class Plugin:
+    kvdock_contract = "0.1"
+
+    def __init__(self, pool=BrokenPool):
+        self.pool = pool
+
+    @hookimpl
+    def get_pool_cls(self, query):
+        return self.pool if query.device.device_type == "broken" and query.kind == "mha" else None
+
+
+class Old(Plugin):
+    kvdock_contract = "0.0"
+
+
+class Anyone(Plugin):
+    kvdock_contract = hookspecs.CONTRACT
+
+
+class Misspelt(Plugin):
+    @hookimpl
+    def get_pol_cls(self, query):
+        return None
+
+
+class WrongKernels(Plugin):
+    @hookimpl
+    def get_kernels(self, device):
+        return "fast ones" if device.device_type == "broken" else None
+
+
+class Greedy(Plugin):
+    @hookimpl
+    def get_option_defaults(self, query):
+        return {"page_size": 16}
+
+
+class GreedyKernels(Plugin):
+    @hookimpl
+    def get_kernels(self, device):
+        from kvdock.kernels.reference import ReferenceKernels
+
+        return ReferenceKernels()
+
+
+class Fickle(Plugin):
+    pages = itertools.cycle((16, 32))
+
+    @hookimpl
+    def get_option_defaults(self, query):
+        return {"page_size": next(self.pages)} if query.device.device_type == "broken" else None
+
+
+class HomelessPool(MHAPool):
+    device_types = frozenset({"elsewhere"})
+
+
+class UnnamedPool(MHAPool):
+    features = ("fp8",)
+
+
+class HalfPool(Pool):
+    """Contract 0.0 had no descriptors."""
+
+    device_types = frozenset({"broken"})
+
+    @classmethod
+    def buffers(cls, query):
+        return MHAPool.buffers(query)
+
+
+class OtherArgumentsPool(BrokenPool):
+    def set_kv_buffer(self, layer, slots, keys, values):
+        super().set_kv_buffer(layer, slots, keys, values)
+
+
+class WidePool(BrokenPool):
+    """P-14: twelve heads of keys and of values where a latent would do."""
+
+    @classmethod
+    def buffers(cls, query):
+        return tuple(
+            msgspec.structs.replace(buffer, shape=(6 * buffer.shape[0], *buffer.shape[1:]))
+            for buffer in super().buffers(query)
+        )
+
+
+class HoardingPool(BrokenPool):
+    def storages(self):
+        import torch
+
+        return [*super().storages(), torch.zeros(1024)]
+
+
+class Imperial:
+    kvdock_contract = "0.1"
+
+    @hookimpl
+    def group_layers(self, query):
+        return (LayerGroup(name="full", kind="mha", space="full", layers=query.layers, worker=query.worker),)
+
+
+SOUND, LOUD, OLD, ANY, MISSPELT = Plugin(), Plugin(), Old(), Anyone(), Misspelt()
+WRONG_TYPE, WRONG_KERNELS = Plugin("BrokenPool"), WrongKernels()
+GREEDY, GREEDY_KERNELS, FICKLE = Greedy(), GreedyKernels(), Fickle()
+HOMELESS, UNNAMED = Plugin(HomelessPool), Plugin(UnnamedPool)
+HALF, OTHER_ARGUMENTS, HOARDING = Plugin(HalfPool), Plugin(OtherArgumentsPool), Plugin(HoardingPool)
+WIDE = Plugin(WidePool)
+IMPERIAL = Imperial()
