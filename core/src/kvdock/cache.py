@@ -47,8 +47,7 @@ class KVCache:
         """Pool of each layer group, drafts' included, by group name."""
         self.drafts = {worker: pool for worker, pool in by_worker.items() if worker != TARGET}
         """What each draft worker sees as its KV pool; request pool and allocator are the target's."""
-        self.memory = memory
-        """The byte buffer that spaces share in unified memory; ``None`` without."""
+        self.memory = memory  # the byte buffer that spaces share in unified memory, or None
         self._target = by_worker.get(TARGET)
         self._allocator = allocator
         self._tensors = tuple(tensors)

@@ -53,11 +53,15 @@ class GroupedPool(Pool):
     def own_rows(self, loc: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return where the rows of the slots `loc` lie on this rank, and whether they are its own, as bool ``[n]``."""
         rows, own = super().own_rows(loc)
-        return (rows if self._segment is None else self._segment.rows(rows)), own
+        return self.placed(rows), own
 
     def row_slots(self, loc: torch.Tensor) -> torch.Tensor:
         """Return where the rows of the slots `loc` lie: in unified memory wherever their pages are at this moment."""
-        return super().row_slots(loc) if self._segment is None else self._segment.rows(loc)
+        return self.placed(super().row_slots(loc))
+
+    def placed(self, loc: torch.Tensor) -> torch.Tensor:
+        """Return where rows lie: `loc` itself, but in unified memory wherever their pages are at this moment."""
+        return loc if self._segment is None else self._segment.rows(loc)
 
     @cached_property
     def codec(self) -> Codec:
@@ -138,7 +142,7 @@ class GroupedPool(Pool):
             move(self._rank_views, *self._moved_rows(tgt_loc, src_loc))
             move(self.whole_views(), tgt_loc, src_loc)
         else:
-            move(self._views, self.row_slots(tgt_loc), self.row_slots(src_loc))
+            move(self._views, self.placed(tgt_loc), self.placed(src_loc))
 
     def _moved_rows(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the rows of targets and sources; padding for both where one of them is not this rank's."""
@@ -188,7 +192,7 @@ class GroupedPool(Pool):
     def _rows_by_view(self, loc: torch.Tensor) -> list[torch.Tensor]:
         """Return where the slots `loc` lie in each of `slot_views`; of shared tokens this rank's alone, which waits once."""
         if not self._shares_tokens:
-            return [self.row_slots(loc)] * len(self._views)
+            return [self.placed(loc)] * len(self._views)
         rows, own = self.own_rows(loc)
         kept = rows[own]
         return [kept] * len(self._rank_views) + [loc] * len(self.whole_views())

@@ -62,12 +62,14 @@ class Line(NamedTuple):
         Packed as low as they go, each on its grid, nothing is lost but what a grid begins later.
         """
         cursor = self.low
-        for stretch in self.stretches[:-1]:
-            cursor = _packed_above(stretch, pages.get(stretch.space, 0), cursor)
-        last = self.stretches[-1]
+        *others, last = self.stretches
+        for stretch in others:
+            wanted = pages.get(stretch.space, 0)
+            if wanted and stretch.place_from(cursor) + wanted > stretch.places:
+                return False
+            cursor = _packed_above(stretch, wanted, cursor)
         wanted = pages.get(last.space, 0)
-        numbered = all(pages.get(stretch.space, 0) <= stretch.places for stretch in self.stretches)
-        return numbered and (not wanted or last.at(last.places - wanted) >= cursor) and cursor <= self.high
+        return not wanted or last.place_from(cursor) + wanted <= last.places
 
     def room(self, space: str, pages: Mapping[str, int]) -> int:
         """Return the most pages that a space could have beside `pages` of the others."""
