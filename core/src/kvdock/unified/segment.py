@@ -8,7 +8,7 @@ call costs what it touches, whatever the space's size; counts are the host's.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from kvdock.errors import SlotError
 from kvdock.layout import Buffer, Unit
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from kvdock.kernels.interface import Kernels
     from kvdock.pools.storage import Tensors
 
+_TABLES = ("page_of", "owner_of", "holes")
 MOVED_AT_ONCE = 2**24
 """Bytes of pages that one copy of a compaction holds beside the buffer."""
 
@@ -32,13 +33,6 @@ class Event(Protocol):
 
     def wait(self) -> object:
         """Let what is launched from now on wait for it; the host goes on."""
-
-
-class Moves(NamedTuple):
-    """Pages of the grid that a compaction copied, source to target; no place is in both."""
-
-    source: torch.Tensor
-    target: torch.Tensor
 
 
 def table_buffers(space: str) -> tuple[Buffer, ...]:
@@ -64,14 +58,15 @@ class Owned(NamedTuple):
 class Segment:
     """What one space owns of the buffer: the places `window`, of which `holes` are free.
 
-    `UnifiedMemory` alone changes windows; whoever hands out virtual pages backs and releases them.
+    `UnifiedMemory` alone changes windows; whoever hands out virtual pages backs and releases them. On the host tables
+    are read and written through numpy, which starts each step in a third of the time; both forms run the same lines.
     """
 
     def __init__(self, stretch: Stretch, tables: Tensors, pages: torch.Tensor, kernels: Kernels) -> None:
         self.stretch = stretch
         self.page_of = tables.rows("page_of")
         """Page of the grid of each virtual page; 0, the padding, for page 0 and those that are not live."""
-        self._owner_of, self._holes = tables.rows("owner_of"), tables.rows("holes")
+        self._page_of, self._owner_of, self._holes = (self._array(tables.rows(n)) for n in _TABLES)
         self._pages = pages
         self._apart: list[torch.Tensor] = []
         self._kernels = kernels
@@ -102,24 +97,22 @@ class Segment:
     def back(self, pages: torch.Tensor) -> None:
         """Give virtual pages ``[n]`` a place each, from the holes, of which there are enough."""
         count = pages.shape[0]
-        places = self._holes[self.holes - count : self.holes]
-        self._bind(pages, places)
+        self._bind(self._array(pages), self._holes[self.holes - count : self.holes])
         self.holes -= count
 
     def release(self, pages: torch.Tensor) -> None:
         """Make holes of the places of virtual pages ``[n]``."""
-        places = self.page_of.index_select(0, pages) - self.stretch.first
-        self.page_of.index_fill_(0, pages, 0)
+        numbers = self._array(pages)
+        places = self._page_of[numbers] - self.stretch.first
+        self._page_of[numbers] = 0
         self._dig(places)
 
     def widen(self, window: Window) -> None:
         """Own a window that holds the present one; what is new are holes."""
-        import torch
-
         old = self.window
         for low, high in ((window.low, min(old.low, window.high)), (max(old.high, window.low), window.high)):
             if high > low:
-                self._dig(torch.arange(low, high, dtype=torch.int32, device=self.page_of.device))
+                self._dig(self._numbers(low, high, 1))
         self.window = window
 
     def backup(self) -> Owned:
@@ -131,16 +124,13 @@ class Segment:
 
         Never waits: whatever lies outside is a hole.
         """
-        import torch
-
         if owned.narrowed != self._narrowed or owned.window == self.window:
             return
-        outside = self._outside(owned.window)
-        if outside:
-            self._fill(-1 - torch.cat(outside))
+        for owners in self._outside(owned.window):
+            self._fill(-1 - owners)
         self.window = owned.window
 
-    def _outside(self, window: Window) -> list[torch.Tensor]:
+    def _outside(self, window: Window) -> list[Any]:
         """Return what the tables say of the places outside a window within the present one."""
         old = self.window
         if window.low == window.high:
@@ -154,32 +144,28 @@ class Segment:
         pages = (self.page_of.index_select(0, found).long() for found in (target, source))
         self._kernels.move([self._pages, *self._apart], *pages)
 
-    def narrow(self, window: Window) -> Moves | None:
+    def narrow(self, window: Window) -> None:
         """Own a window within the present one: pages outside move into its holes, of which there are enough.
 
         Costs what lies outside; waits for the device for the number of pages that move.
         """
-        import torch
-
         live, parts = self.live, self._outside(window)
         self.window = window
         self._narrowed += 1
         if not live and window.low == window.high:
             self.holes = 0
-            return None
-        if not parts:
-            return None
-        owners = torch.cat(parts)
-        is_live = owners >= 0
-        self._fill(-1 - owners[~is_live])
-        moved = owners[is_live].long()
-        if not moved.shape[0]:
-            return None
-        source = self.page_of.index_select(0, moved)
-        targets = self._holes[self.holes - moved.shape[0] : self.holes]
-        self.holes -= moved.shape[0]
-        self._bind(moved, targets)
-        return self._copy(source.long(), self.page_of.index_select(0, moved).long())
+            return
+        survivors = []
+        for owners in parts:
+            is_live = owners >= 0
+            survivors.append(owners[is_live])
+            self._fill(-1 - owners[~is_live])
+        for moved in survivors:
+            if moved.shape[0]:
+                source = self._page_of[moved]
+                self.holes -= moved.shape[0]
+                self._bind(moved, self._holes[self.holes : self.holes + moved.shape[0]])
+                self._copy(self._tensor(source), self._tensor(self._page_of[moved]))
 
     def owned(self, view: torch.Tensor) -> list[torch.Tensor]:
         """Return the parts of a view ``[pages, …]`` of this space's grid that are its own: the padding, its window."""
@@ -195,9 +181,8 @@ class Segment:
         import torch
 
         low, high = self.window
-        owners = self._owner_of[low:high].long()
+        owners, holes = self._tensor(self._owner_of[low:high]), self._tensor(self._holes[: self.holes])
         is_live = owners >= 0
-        holes = self._holes[: self.holes].long()
         named = torch.cat((holes, (self.page_of[self.page_of != 0] - self.stretch.first).long()))
         if not torch.equal(named.sort().values, torch.arange(low, high, device=named.device)):
             raise SlotError(f"space {self.stretch.space!r}: a place is lost, or is two pages' or a page's and free")
@@ -205,40 +190,54 @@ class Segment:
         places = is_live.nonzero().view(-1) + low + self.stretch.first
         if not torch.equal(self.page_of[backed].long(), places) or (backed == 0).any():
             raise SlotError(f"space {self.stretch.space!r}: the maps of pages to places and back differ")
-        if not torch.equal(-1 - self._owner_of[holes].long(), torch.arange(self.holes, device=holes.device)):
+        if not torch.equal(-1 - self._tensor(self._owner_of)[holes], torch.arange(self.holes, device=holes.device)):
             raise SlotError(f"space {self.stretch.space!r}: the list of holes is damaged")
 
-    def _bind(self, pages: torch.Tensor, places: torch.Tensor) -> None:
-        self.page_of.index_copy_(0, pages, places + self.stretch.first)
-        self._owner_of.index_copy_(0, places.long(), pages.to(self._owner_of.dtype))
+    def _bind(self, pages: Any, places: Any) -> None:
+        self._page_of[pages] = places + self.stretch.first
+        self._owner_of[places] = pages
 
-    def _dig(self, places: torch.Tensor) -> None:
+    def _dig(self, places: Any) -> None:
         """Add free places to the holes."""
-        import torch
-
         end = self.holes + places.shape[0]
         self._holes[self.holes : end] = places
-        marks = torch.arange(-1 - self.holes, -1 - end, -1, dtype=torch.int32, device=places.device)
-        self._owner_of.index_copy_(0, places.long(), marks)
+        self._owner_of[places] = self._numbers(-1 - self.holes, -1 - end, -1)
         self.holes = end
 
-    def _fill(self, indices: torch.Tensor) -> None:
+    def _fill(self, indices: Any) -> None:
         """Take the holes at `indices` out of the list; those at its end take their places in it."""
         left = self.holes - indices.shape[0]
-        tail = self._holes[left : self.holes].clone()
-        indices = indices.long()
+        tail = self._holes[left : self.holes] + 0
+        is_left = indices < left
         # Where a hole of the tail is itself taken out, it stands for none.
-        tail[indices[indices >= left] - left] = -1
-        kept, vacant = tail[tail >= 0], indices[indices < left]
-        self._holes.index_copy_(0, vacant, kept)
-        self._owner_of.index_copy_(0, kept.long(), (-1 - vacant).to(self._owner_of.dtype))
+        tail[indices[~is_left] - left] = -1
+        kept, vacant = tail[tail >= 0], indices[is_left]
+        self._holes[vacant] = kept
+        self._owner_of[kept] = -1 - vacant
         self.holes = left
 
-    def _copy(self, source: torch.Tensor, target: torch.Tensor) -> Moves:
+    def _copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
         at_once = max(1, MOVED_AT_ONCE // self.stretch.page_nbytes)
         for start in range(0, source.shape[0], at_once):
             here = slice(start, start + at_once)
             self._kernels.move([self._pages, *self._apart], target[here], source[here])
         self.pages_moved += source.shape[0]
         self.bytes_moved += source.shape[0] * self.stretch.page_nbytes
-        return Moves(source, target)
+
+    def _array(self, values: torch.Tensor) -> Any:
+        return values.numpy() if values.is_cpu else values
+
+    def _tensor(self, values: Any) -> torch.Tensor:
+        import torch
+
+        found: torch.Tensor = torch.from_numpy(values) if self.page_of.is_cpu else values
+        return found.long()
+
+    def _numbers(self, start: int, stop: int, step: int) -> Any:
+        if self.page_of.is_cpu:
+            import numpy as np
+
+            return np.arange(start, stop, step, dtype=np.int32)
+        import torch
+
+        return torch.arange(start, stop, step, dtype=torch.int32, device=self.page_of.device)
