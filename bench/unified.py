@@ -54,24 +54,24 @@ class Running(NamedTuple):
 
 
 def linear_model() -> ModelSpec:
-    """Return a model with 512 bytes of KV a token and states of 68 KiB."""
-    heads = LayerSpec(kind="mha", params=MHAParams(num_kv_heads=1, head_dim=64, v_head_dim=64))
-    conv = ConvParams(blocks=(ConvBlock(heads=8, head_dim=64),), kernel=5)
-    state = StateParams(conv=(conv,), temporal=(8, 64, 32), temporal_dtype="bfloat16")
+    """Return a model with 1 KiB of KV a token and states of 136 KiB."""
+    heads = LayerSpec(kind="mha", params=MHAParams(num_kv_heads=2, head_dim=64, v_head_dim=64))
+    conv = ConvParams(blocks=(ConvBlock(heads=16, head_dim=64),), kernel=5)
+    state = StateParams(conv=(conv,), temporal=(16, 64, 32), temporal_dtype="bfloat16")
     layers = (heads, LayerSpec(kind="state", params=state), LayerSpec(kind="state", params=state), heads)
     return ModelSpec(name="linear", architecture="M", layers=layers, context_length=CONTEXT, dtype="bfloat16")
 
 
 def sliding_model() -> ModelSpec:
-    """Return a model with 256 bytes a token in full layers and 768 in sliding ones, with a window of 128."""
-    heads = MHAParams(num_kv_heads=1, head_dim=64, v_head_dim=64)
+    """Return a model with 1 KiB a token in full layers and 3 KiB in sliding ones, with a window of 128."""
+    heads = MHAParams(num_kv_heads=4, head_dim=64, v_head_dim=64)
     full, window = LayerSpec(kind="mha", params=heads), LayerSpec(kind="mha", params=heads, window_tokens=127)
     layers = (full, window, window, window)
     return ModelSpec(name="sliding", architecture="M", layers=layers, context_length=CONTEXT, dtype="bfloat16")
 
 
 def build(model: ModelSpec, **options: object) -> kvdock.KVCache:
-    given = {"page_size": PAGE_SIZE, "prefix_cache": False, "request_table_share": 0.5, **options}
+    given = {"page_size": PAGE_SIZE, "prefix_cache": False, "request_table_share": 0.14, **options}
     plan = kvdock.plan(model, device="cpu", options=kvdock.CacheOptions(**given), budget_bytes=BUDGET)
     return kvdock.build(plan)
 
@@ -79,7 +79,7 @@ def build(model: ModelSpec, **options: object) -> kvdock.KVCache:
 def static_splits(model: ModelSpec) -> Iterable[tuple[str, dict[str, object]]]:
     """Yield splits of the budget to choose from: so much of it for states, or so many sliding slots per full slot."""
     if model.name == "linear":
-        for share in range(5, 100, 5):
+        for share in range(10, 100, 10):
             yield f"{share} % states", {"state_sizing": "ratio", "state_memory_ratio": share / (100 - share)}
     else:
         for ratio in (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0):
