@@ -300,3 +300,24 @@ def test_clearing_one_pool_leaves_the_pages_of_others(small):
     assert cache.token_to_kv_pool.read_kv(1, slots)[0].eq(0).all()
     cache.clear()
     assert not cache.memory._raw.any()
+
+
+@pytest.mark.parametrize("kind", ["linear", "sliding", "three"])
+def test_a_request_lives_without_memory(small, kind):
+    from kvdock.builder import build
+
+    cache = build(small.plan(kind), device="meta", debug=False)
+    before = cache.memory.shares()
+    table, allocator = cache.req_to_token_pool, cache.token_to_kv_pool_allocator
+    assert cache.admit("a", 9).is_meta
+    cache.prepare_states()
+    mark = allocator.backup_state()
+    seq, last = torch.tensor([10], device="meta"), torch.tensor([1], device="meta")
+    allocator.alloc_decode(seq, [10], last)
+    allocator.restore_state(mark)
+    cache.evict(["a"], [0])
+    cache.release("a")
+    assert [share._replace(free_now=0) for share in cache.memory.shares()] == [
+        share._replace(free_now=0) for share in before
+    ]
+    assert table.available_size() > 0
