@@ -134,6 +134,12 @@ class Engine:
         if self.cache.memory is not None:
             self.cache.memory.compact()
 
+    def nbytes_of(self, name: int) -> int:
+        """Return the bytes of all pages that a request had, those included that left the window before."""
+        line = None if self.cache.memory is None else self.cache.memory.line
+        pages = -(-self.length[name] // PAGE_SIZE)
+        return sum(s.page_nbytes * (1 if s.space == "state" else pages) for s in line.stretches) if line else 0
+
     def prefill(self, name: int, tokens: int) -> bool:
         """Give a request its prompt, piece by piece, each after what left the window went back; or nothing."""
         length = min(tokens, PIECE)
@@ -182,7 +188,7 @@ class Engine:
 
     def release(self, name: int) -> None:
         self.cache.release(name)
-        self.freed += 1
+        self.freed += self.nbytes_of(name)
         del self.running[name], self.length[name]
 
 
@@ -216,13 +222,14 @@ def compare(model: ModelSpec, rows: list[dict]) -> list[str]:
             str(r.admitted),
             str(r.refused),
             f"{r.bytes_moved / 2**20:.1f} MiB in {r.passes} passes",
+            f"{r.bytes_moved / max(1, r.bytes_freed):.3f}",
             f"{r.step_us:.0f} µs",
         ]
         for n, r in sides.items()
     ]
     return [
         table(f"finished requests by phase, {model.name}: {ratio}", ["side", *phases, "all"], lines),
-        table(f"costs, {model.name}", ["side", "admitted", "refused", "moved", "a step"], costs),
+        table(f"costs, {model.name}", ["side", "admitted", "refused", "moved", "a freed byte", "a step"], costs),
     ]
 
 
