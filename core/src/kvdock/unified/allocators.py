@@ -174,8 +174,9 @@ class UnifiedAllocator(PagedAllocator):
         if not isinstance(state, Taken):
             super().restore_state(state)
             return
+        before = self._ring.live
         super().restore_state(state.mark)
-        self.segment.retract(state.owned)
+        self.segment.retract(state.owned, before - self._ring.live)
 
     def shortfall(self, pages: int, swa_pages: int | None = None) -> tuple[Shortfall, ...]:
         """Say what is missing for `pages` pages, and which other space could give it."""

@@ -68,7 +68,7 @@ class BackedStates(StateSlots):
         super().restore_state(mark)
         self._release([int(self._ring[(self._head + i) % self.size]) for i in range(self._free - before)])
         if owned is not None:
-            self._segment.retract(owned)
+            self._segment.retract(owned, self._free - before)
 
     def _reset(self, size: int) -> None:
         super()._reset(size)

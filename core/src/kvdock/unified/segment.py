@@ -119,16 +119,28 @@ class Segment:
         """Return what is owned now, for `retract`."""
         return Owned(self.window, self._narrowed)
 
-    def retract(self, owned: Owned) -> None:
-        """Own what was owned then, where it only grew since and what was handed out since came back; else do nothing.
+    def retract(self, owned: Owned, taken: int) -> None:
+        """Own what was owned then, where it only grew since and the `taken` pages came back; else do nothing.
 
-        Never waits: whatever lies outside is a hole.
+        Whatever lies outside is a hole then, and stands among those that changed since, so nothing has to wait.
         """
-        if owned.narrowed != self._narrowed or owned.window == self.window:
+        old, window = self.window, owned.window
+        grown = (old.high - old.low) - (window.high - window.low)
+        if owned.narrowed != self._narrowed or not grown:
             return
-        for owners in self._outside(owned.window):
-            self._fill(-1 - owners)
-        self.window = owned.window
+        start = self.holes - grown - min(taken, self.holes - grown)
+        changed = self._holes[start : self.holes]
+        sorted_holes = changed[self._inside_first((changed < window.low) | (changed >= window.high))]
+        self._holes[start : self.holes] = sorted_holes
+        self._owner_of[sorted_holes] = self._numbers(-1 - start, -1 - self.holes, -1)
+        self.holes -= grown
+        self.window = window
+
+    def _inside_first(self, is_outside: Any) -> Any:
+        """Return the order that puts what is inside first."""
+        if self.page_of.is_cpu:
+            return is_outside.argsort(kind="stable")
+        return is_outside.to(self.page_of.dtype).argsort(stable=True)
 
     def _outside(self, window: Window) -> list[Any]:
         """Return what the tables say of the places outside a window within the present one."""
