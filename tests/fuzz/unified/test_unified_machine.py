@@ -25,6 +25,7 @@ from kvdock import edge  # noqa: E402
 from kvdock.builder import build  # noqa: E402
 from kvdock.model import ConvBlock, ConvParams, LayerSpec, MHAParams, ModelSpec, StateParams  # noqa: E402
 from kvdock.options import CacheOptions  # noqa: E402
+from kvdock.unified.segment import Segment  # noqa: E402
 
 HEADS = MHAParams(num_kv_heads=1, head_dim=8, v_head_dim=8)
 FULL, SLIDING = LayerSpec(kind="mha", params=HEADS), LayerSpec(kind="mha", params=HEADS, window_tokens=9)
@@ -255,4 +256,10 @@ class UnifiedMachine(RuleBasedStateMachine):
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_promise_holds_in_any_order_of_calls(fuzz, kind):
     machine = type(f"{kind}Machine", (UnifiedMachine,), {"kind": kind})
+    run_state_machine_as_test(machine, settings=fuzz.effort())
+
+
+def test_the_promise_holds_for_tables_that_are_not_read_through_numpy(fuzz, monkeypatch):
+    monkeypatch.setattr(Segment, "is_host", staticmethod(lambda table: False))
+    machine = type("deviceMachine", (UnifiedMachine,), {"kind": "three"})
     run_state_machine_as_test(machine, settings=fuzz.effort())

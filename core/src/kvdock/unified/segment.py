@@ -66,12 +66,18 @@ class Segment:
         self.stretch = stretch
         self.page_of = tables.rows("page_of")
         """Page of the grid of each virtual page; 0, the padding, for page 0 and those that are not live."""
+        self._is_host = self.is_host(self.page_of)
         self._page_of, self._owner_of, self._holes = (self._array(tables.rows(n)) for n in _TABLES)
         self._pages = pages
         self._apart: list[torch.Tensor] = []
         self._kernels = kernels
         self.bytes_moved = self.pages_moved = self._narrowed = 0
         self.reset(Window(0, 0))
+
+    @staticmethod
+    def is_host(table: torch.Tensor) -> bool:
+        """Return whether a table is read and written through numpy."""
+        return bool(table.is_cpu)
 
     @property
     def live(self) -> int:
@@ -138,7 +144,7 @@ class Segment:
 
     def _inside_first(self, is_outside: Any) -> Any:
         """Return the order that puts what is inside first."""
-        if self.page_of.is_cpu:
+        if self._is_host:
             return is_outside.argsort(kind="stable")
         return is_outside.to(self.page_of.dtype).argsort(stable=True)
 
@@ -207,7 +213,7 @@ class Segment:
 
     def _bind(self, pages: Any, places: Any) -> None:
         self._page_of[pages] = places + self.stretch.first
-        self._owner_of[places] = pages
+        self._owner_of[places] = pages if self._is_host else pages.to(self.page_of.dtype)
 
     def _dig(self, places: Any) -> None:
         """Add free places to the holes."""
@@ -237,16 +243,16 @@ class Segment:
         self.bytes_moved += source.shape[0] * self.stretch.page_nbytes
 
     def _array(self, values: torch.Tensor) -> Any:
-        return values.numpy() if values.is_cpu else values
+        return values.numpy() if self._is_host else values
 
     def _tensor(self, values: Any) -> torch.Tensor:
         import torch
 
-        found: torch.Tensor = torch.from_numpy(values) if self.page_of.is_cpu else values
+        found: torch.Tensor = torch.from_numpy(values) if self._is_host else values
         return found.long()
 
     def _numbers(self, start: int, stop: int, step: int) -> Any:
-        if self.page_of.is_cpu:
+        if self._is_host:
             import numpy as np
 
             return np.arange(start, stop, step, dtype=np.int32)
