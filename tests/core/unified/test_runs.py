@@ -30,3 +30,16 @@ def test_a_run_reads_every_value_back(small, kind, options):
     assert report.checks > 500
     assert report.bytes_moved > 0
     cache.memory.check()
+
+
+def test_the_flag_drives_unified_memory(capsys):
+    from pathlib import Path
+
+    from kvdock.cli import main
+
+    model = Path(__file__).parents[2] / "models" / "gpt-oss-20b.json"
+    size = ["--memory", "32MiB", "--page-size", "16", "--context", "512", "--requests", "4"]
+    with pytest.raises(SystemExit) as ended:
+        main(["run", str(model), "--unified", *size])
+    assert not ended.value.code
+    assert "all right" in capsys.readouterr().out
