@@ -211,6 +211,7 @@ def test_hybrids_of_heads_may_share_memory():
         ({"role": "decode"}, r"another worker would read or write \(role=decode\)"),
         ({"speculative_algorithm": "NGRAM"}, r"serves no speculation \(speculative_algorithm=NGRAM\)"),
         ({"parallel": DCP, "spaces": ["full", "state"]}, "give dcp_size=1"),
+        ({"parallel": {"pp_size": 2}}, "hold different numbers of pages; give pp_size=1"),
         ({"hisparse": True}, "keeps no KV on the host"),
         ({"spaces": [*HYBRID, "host"]}, "keeps no KV on the host"),
         (
@@ -234,11 +235,12 @@ def test_all_objections_to_unified_memory_are_listed():
 
 
 def test_unified_memory_never_falls_through_to_ordinary_pools():
-    """Even where nothing is against it, a plan is refused as long as no class shares a byte buffer."""
-    with pytest.raises(UnsupportedCombination, match="MHAPool lacks unified_memory") as caught:
-        plan_of(HEADS, WINDOW, unified_memory=True, attention_backend="triton")
-    assert not [reason for _, reason in caught.value.objections if "unified_memory=true" in reason]
-    with pytest.raises(UnsupportedCombination, match=r"(?s)nothing to share out.*MHAPool lacks unified_memory"):
+    """A plan has one byte buffer for all that layers read, or is refused."""
+    plan = plan_of(HEADS, WINDOW, unified_memory=True, attention_backend="triton")
+    assert {buffer.storage for group in plan.groups for buffer in group.buffers} == {"unified memory"}
+    with pytest.raises(UnsupportedCombination, match=r"MLAPool lacks unified_memory"):
+        plan_of(LATENTS, unified_memory=True)
+    with pytest.raises(UnsupportedCombination, match="nothing to share out"):
         plan_of(HEADS, unified_memory=True)
 
 

@@ -103,7 +103,6 @@ REFUSED = {
     "fail-qwen3-next-no-mamba-slot": (BudgetError, r"max_running_requests=8 needs"),
     "fail-qwen3-next-explicit-mamba-too-large": (BudgetError, r"fewer than max_state_slots=1000"),
     "fail-unified-memory-plain-model": (UnsupportedCombination, r"core: unified_memory=true has nothing to share out"),
-    "qwen3-next-unified-memory": (UnsupportedCombination, r"Asked for by unified_memory=true"),
     "fail-context-longer-than-model": (PlanError, r"context_length=262144 is above the model's 131072"),
     "fail-kv-dtype-unknown": (PlanError, r"kv_cache_dtype='int3'"),
     "fail-prefill-only-mla": (UnsupportedCombination, r"core: .* latents .*leave prefill_only_disable_kv_cache out"),
@@ -114,6 +113,7 @@ PLANNED = {
     "fail-generic-all-swa-page16": "a model whose layers all slide has pages of any size",
     "fail-deepseek-v3-pp2-with-mtp": "drafts live on the last pipeline stage",
     "fail-dsa-page-size-1": "a page size is for the hardware to refuse; the CPU serves any",
+    "qwen3-next-unified-memory": "states and tokens share one byte buffer",
     "fail-fp4-e2m1-deprecated": "an older name of the same format is read as the newer one",
 }
 """Refused by the engine, planned by kvdock, and why."""

@@ -10,11 +10,21 @@ from typing import TYPE_CHECKING, Any
 
 from kvdock.cache import KVCache
 from kvdock.errors import BuildError
-from kvdock.layout import TARGET
+from kvdock.layout import TARGET, round_up
 from kvdock.planned import Parts
 from kvdock.plugins import resolve
-from kvdock.pools.storage import Tensors, Within, allocate, allocate_overlays, unique_storages
-from kvdock.storages import bytes_of
+from kvdock.pools.storage import (
+    SharedBuffer,
+    Tensors,
+    Within,
+    allocate,
+    allocate_overlays,
+    unique_storages,
+    zeros,
+)
+from kvdock.storages import SHARED, bytes_of
+from kvdock.unified import UnifiedMemory
+from kvdock.unified.geometry import page_layouts
 
 if TYPE_CHECKING:
     import torch
@@ -90,6 +100,8 @@ class _Assembly:
         self.tensors: list[Tensors] = []
         buffers, spaces, step = plan.outline.buffers, plan.outline.spaces, plan.device.granularity_bytes
         self.overlays = allocate_overlays(buffers, plan.sizes, spaces, device, step, self.within)
+        self.shared_buffer: SharedBuffer | None = None
+        self.memory = self._unified_memory()
         self.allocators: dict[str, Allocator] = {}
         self.pools: dict[str, Pool] = {}
 
@@ -102,7 +114,19 @@ class _Assembly:
         for pool in outline.pools:
             self.pools[pool.name] = self._pool(pool, requests, engine)
         routers = {worker: self._pool(router, requests, engine) for worker, router in outline.routers.items()}
-        return KVCache(self.plan, requests, engine, self.pools, self._by_worker(routers), self.tensors, self.debug)
+        by_worker = self._by_worker(routers)
+        return KVCache(self.plan, requests, engine, self.pools, by_worker, self.tensors, self.debug, self.memory)
+
+    def _unified_memory(self) -> UnifiedMemory | None:
+        """Allocate the byte buffer that spaces share, if the plan has one."""
+        outline, sizes, step = self.plan.outline, self.plan.sizes, self.plan.device.granularity_bytes
+        line = outline.line(sizes)
+        if line is None:
+            return None
+        first = next(buffer for buffer in outline.buffers if buffer.storage == SHARED)
+        raw = zeros(first, round_up(line.high, step), self.device, self.within)
+        self.shared_buffer = SharedBuffer(raw, page_layouts(line, outline.buffers, outline.spaces, sizes))
+        return UnifiedMemory(line, raw, self.kernels, is_lazy=outline.options.values.lazy_compaction is not False)
 
     def _allocators(self, requests: RequestPool) -> Allocator | None:
         """Make the allocator of each space, then the one that keeps them in step; return the engine's."""
@@ -129,8 +153,11 @@ class _Assembly:
     def _parts(self, choice: Choice, **links: Any) -> Parts:
         """Allocate the buffers of a choice and wrap them with what its class may need."""
         plan = self.plan
-        spaces, step = plan.outline.spaces, plan.device.granularity_bytes
-        tensors = allocate(choice.buffers, plan.sizes, spaces, self.device, step, self.overlays, self.within)
+        step = plan.device.granularity_bytes
+        spaces, over = plan.outline.spaces, self.overlays
+        tensors = allocate(
+            choice.buffers, plan.sizes, spaces, self.device, step, over, self.within, shared_buffer=self.shared_buffer
+        )
         self.tensors.append(tensors)
         return Parts(
             tensors=tensors,
@@ -139,6 +166,7 @@ class _Assembly:
             sizes=plan.sizes,
             debug=self.debug,
             group=self.group,
+            memory=self.memory,
             **links,
         )
 
@@ -248,7 +276,8 @@ def _verify(cache: KVCache) -> None:
     _compare(plan, cache.allocated_bytes(), cache.host_bytes(), "the tensors take")
     found = {"requests": (cache.req_to_token_pool.size, plan.max_running_requests)}
     if plan.outline.allocators:
-        found["tokens"] = (cache.token_to_kv_pool_allocator.size, plan.max_total_num_tokens)
+        numbered = plan.spaces[str(plan.outline.numbering)] * plan.parallel.dcp_size
+        found["tokens"] = (cache.token_to_kv_pool_allocator.size, numbered)
     for what, (built, planned) in found.items():
         if built != planned:
             raise BuildError(f"{built} {what} were built but {planned} planned; a class must take its size from Parts")

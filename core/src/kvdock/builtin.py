@@ -60,6 +60,12 @@ from kvdock.requests import (
     HybridReqToTokenPool,
     ReqToTokenPool,
 )
+from kvdock.unified import (
+    UnifiedAllocator,
+    UnifiedPureSWAAllocator,
+    UnifiedReqToTokenPool,
+    UnifiedSWAAllocator,
+)
 
 if TYPE_CHECKING:
     from kvdock.allocators.base import Allocator
@@ -93,6 +99,9 @@ COMPOSITES: Mapping[frozenset[str], type[Allocator]] = {
     frozenset({FULL, DEVICE, HOST}): HiSparseAllocator,
 }
 """Spaces that are handed out together → the allocator that keeps them in step."""
+
+UNIFIED: Mapping[bool, type[Allocator]] = {False: UnifiedAllocator, True: UnifiedPureSWAAllocator}
+"""Whether requests are numbered in sliding slots → the allocator of one space of unified memory."""
 
 REQUEST_POOLS: Mapping[tuple[bool, bool], type[RequestPool]] = {
     (False, False): ReqToTokenPool,
@@ -131,6 +140,8 @@ class CorePlugin:
     @hookimpl
     def get_allocator_cls(self, query: AllocatorQuery) -> type[Allocator] | None:
         """Serve one space by its page size (in order, where caches are sent away), and those of `COMPOSITES` together."""
+        if query.options.unified_memory:
+            return _unified_cls(query)
         if len(query.spaces) == 1:
             return ALLOCATORS[_is_only_sliding(query.spaces[0]), _slot_order(query)]
         return COMPOSITES.get(frozenset(space.name for space in query.spaces))
@@ -138,6 +149,8 @@ class CorePlugin:
     @hookimpl
     def get_request_pool_cls(self, query: RequestQuery) -> type[RequestPool] | None:
         """Serve request tables: plain, with states, of a decode worker, and both."""
+        if query.options.unified_memory and STATE in query.spaces:
+            return UnifiedReqToTokenPool
         return REQUEST_POOLS[STATE in query.spaces, query.options.role == "decode"]
 
     @hookimpl
@@ -154,6 +167,13 @@ class CorePlugin:
 def _is_only_sliding(space: Space) -> bool:
     """Return whether requests are numbered in a space of sliding slots: beside a full space it follows that one."""
     return space.window_tokens is not None and not space.rule.follows() - {REQUESTS}
+
+
+def _unified_cls(query: AllocatorQuery) -> type[Allocator] | None:
+    """Return the allocator of spaces that share a byte buffer."""
+    if len(query.spaces) == 1:
+        return UNIFIED[_is_only_sliding(query.spaces[0])]
+    return UnifiedSWAAllocator if {space.name for space in query.spaces} == {FULL, SWA} else None
 
 
 def _slot_order(query: AllocatorQuery) -> str:

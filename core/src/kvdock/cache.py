@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from kvdock.planner import CachePlan
     from kvdock.pools.base import Pool
     from kvdock.requests.base import RequestPool
+    from kvdock.unified.memory import UnifiedMemory
 
 
 class KVCache:
@@ -38,6 +39,7 @@ class KVCache:
         by_worker: dict[str, Pool],
         tensors: Sequence[Tensors],
         debug: bool = False,
+        memory: UnifiedMemory | None = None,
     ) -> None:
         self.plan = plan
         self.req_to_token_pool = req_to_token_pool
@@ -45,6 +47,7 @@ class KVCache:
         """Pool of each layer group, drafts' included, by group name."""
         self.drafts = {worker: pool for worker, pool in by_worker.items() if worker != TARGET}
         """What each draft worker sees as its KV pool; request pool and allocator are the target's."""
+        self.memory = memory  # the byte buffer that spaces share in unified memory, or None
         self._target = by_worker.get(TARGET)
         self._allocator = allocator
         self._tensors = tuple(tensors)
@@ -290,6 +293,8 @@ class KVCache:
         self._give_back_all()
         for pool in self.pools.values():
             pool.clear()
+        if self.memory is not None:
+            self.memory.zero()
 
     def close(self, held: torch.Tensor | None = None, held_states: Sequence[int] = ()) -> None:
         """Give everything back at the end; with debug, verify first that only `held` and `held_states` are live.

@@ -10,7 +10,7 @@ import msgspec
 from kvdock.families.groups import window_pages
 from kvdock.layout import DEVICE, FULL, REQUESTS, Buffer, Space, Unit, round_up
 from kvdock.sizing import Problem, token_factors, total_nbytes
-from kvdock.storages import block_nbytes
+from kvdock.storages import WITHIN, block_nbytes
 
 
 class SlotCost(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,7 +80,8 @@ def slots_held(spaces: Mapping[str, Space], length: int, requests: int, ranks: i
             own = round_up(-(-length // ranks), space.page_size)
             slots[name] = requests * min(own, _most_slots(space, own))
         else:
-            tokens = Fraction(*rule.per_token) * slots.get(rule.of, length * requests)
+            of = 0 if space.issued_by == "request_pool" else slots.get(rule.of, length * requests)
+            tokens = Fraction(*rule.per_token) * of
             slots[name] = -int(-(tokens + Fraction(*rule.per_request) * requests) // 1)
             if space.issued_by == "request_pool":  # a fixed number of slots still gives each request its own
                 slots[name] = max(slots[name], requests * rule.needs)
@@ -113,9 +114,9 @@ def _charged(problem: Problem) -> tuple[Buffer, ...]:
     """Return the buffers on the device that bytes grow with.
 
     Of those that lie over each other it is the one that grows fastest with the tokens, the first of several;
-    the others lie inside it.
+    the others lie inside it, as does in unified memory what other spaces than the last one keep.
     """
-    device = [buffer for buffer in problem.buffers if buffer.memory == "device"]
+    device = [buffer for buffer in problem.buffers if buffer.memory == "device" and buffer.storage != WITHIN]
     factors = token_factors(problem.spaces)
 
     def growth(buffer: Buffer) -> Fraction:

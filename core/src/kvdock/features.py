@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import Literal
 
 from kvdock import dtypes
-from kvdock.queries import PoolQuery, Query
+from kvdock.layout import STATE
+from kvdock.queries import PoolQuery, Query, RequestQuery
 
 Part = Literal["pool", "allocator", "request_pool"]
 
@@ -38,6 +39,8 @@ def asking(query: Query, part: Part) -> dict[str, str]:
         for option, (feature, parts) in _SWITCHES.items()
         if part in parts and getattr(options, option)
     }
+    if isinstance(query, RequestQuery) and STATE not in query.spaces:
+        asked.pop("unified_memory", None)  # rows alone lie where they always do
     if isinstance(query, PoolQuery):
         dtype_feature = dtypes.find(query.kv_dtype).feature
         if dtype_feature is not None and query.kind not in NO_KV_DTYPE:

@@ -149,6 +149,7 @@ def _raises_states(outline: Outline) -> tuple[str, ...]:
 
 def _length_limit(outline: Outline, solution: Solution, tokens: int) -> Limit:
     context = outline.options.values.context_length or outline.model.context_length
+    tokens = _longest(outline, solution, context, tokens)
     fits = context <= tokens
     return Limit(
         name="request_tokens",
@@ -159,12 +160,24 @@ def _length_limit(outline: Outline, solution: Solution, tokens: int) -> Limit:
     )
 
 
+def _longest(outline: Outline, solution: Solution, context: int, tokens: int) -> int:
+    """Return the tokens of the longest request up to `context`: in unified memory all but what it needs beside them."""
+    line = outline.line(solution.sizes)
+    if line is None:
+        return tokens
+    spaces, measure = outline.spaces, line.stretches[-1]
+    pages = {s.space: -(-spaces[s.space].rule.needs // s.page_size) for s in line.stretches[:-1]}
+    return min(context, line.room(measure.space, pages) * measure.page_size)
+
+
 def _state_limit(outline: Outline, solution: Solution) -> Limit:
     """Return the limit on state slots: the user's number, what the requests take, or a share of the memory."""
     rule, given = outline.spaces[STATE].rule, outline.given
     each = state_slots_per_request(outline.request_pool.query)
     if rule.shares:
         factor, raised_by = "state_memory_ratio", _raises_states(outline)
+    elif outline.options.values.unified_memory and given.max_state_slots is None:
+        factor, raised_by = "unified memory, where no other space takes it", (LARGER_BUDGET,)
     elif given.max_state_slots is not None:
         factor, raised_by = "max_state_slots", ("max_state_slots",)
     else:

@@ -183,7 +183,8 @@ def _is_unified(query: PlanQuery) -> bool:
 
 
 def _unified_spaces(query: PlanQuery) -> str | None:
-    is_hybrid = STATE in query.spaces or ({FULL, SWA} <= query.spaces.keys() and _has_full_layers(query))
+    tokens = {FULL, SWA} & query.spaces.keys()
+    is_hybrid = (STATE in query.spaces and bool(tokens)) or (len(tokens) > 1 and _has_full_layers(query))
     if not _is_unified(query) or is_hybrid:
         return None
     return (
@@ -222,6 +223,15 @@ def _unified_speculation(query: PlanQuery) -> str | None:
     if not _is_unified(query) or algorithm is None:
         return None
     return f"unified_memory=true serves no speculation (speculative_algorithm={algorithm}); give one of the two"
+
+
+def _unified_stages(query: PlanQuery) -> str | None:
+    if not _is_unified(query) or query.parallel.pp_size == 1:
+        return None
+    return (
+        f"unified_memory=true shares out what the layers of one stage keep, so stages (pp_size={query.parallel.pp_size}) "
+        "would hold different numbers of pages; give pp_size=1, or unified_memory=false"
+    )
 
 
 def _unified_dcp(query: PlanQuery) -> str | None:
@@ -346,6 +356,7 @@ RULES: tuple[Rule, ...] = (
     _unified_latents,
     _unified_role,
     _unified_speculation,
+    _unified_stages,
     _unified_dcp,
     _unified_host,
     _unified_backend,

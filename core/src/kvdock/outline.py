@@ -35,6 +35,8 @@ from kvdock.requests.base import RequestPool
 from kvdock.resolution import ENGINE_FACTS, PLANNER_OPTIONS, refuse_unread, resolve_options
 from kvdock.sizing import ordered
 from kvdock.storages import fits_pages
+from kvdock.unified.geometry import Line, line_of
+from kvdock.unified.sharing import share_out
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,6 +122,17 @@ class Outline(msgspec.Struct, frozen=True, kw_only=True):
             buffer for choice in self.choices for buffer in (getattr(choice, "replaces", ()) or choice.buffers)
         )
 
+    def line(self, sizes: Mapping[str, int]) -> Line | None:
+        """Return where spaces lie in the byte buffer that they share at these sizes; ``None`` without one."""
+        return line_of(self.buffers, self.spaces, sizes)
+
+    def holds(self, slots: Mapping[str, int], sizes: Mapping[str, int]) -> bool:
+        """Return whether so many slots of every space are there at once."""
+        if any(slots[name] > sizes[name] for name in slots):
+            return False
+        line = self.line(sizes)
+        return line is None or line.fits({s.space: -(-slots[s.space] // s.page_size) for s in line.stretches})
+
     @property
     def numbering(self) -> str | None:
         """The space in which requests are numbered: the one that the engine's allocator hands out."""
@@ -144,6 +157,9 @@ def draw_outline(
     spaces = builder.declare_spaces(groups, builder.group_everywhere(groups))
     try:
         pools, routers = builder.choose_pools(groups, spaces)
+        if builder.options.unified_memory:
+            _refuse_objected(builder, groups, spaces, pools)
+            spaces, pools = _shared_out(spaces, pools)
         allocators = builder.choose_allocators(groups, spaces)
         request_pool = builder.choose_request_pool(groups, spaces)
     except UnsupportedCombination as unserved:
@@ -367,6 +383,16 @@ class _Builder:
         self.decisions.append(decision)
         buffers = _declared(cls, query, "request pool", decision.plugin, spaces)
         return RequestChoice(name="request pool", plugin=decision.plugin, query=query, cls=cls, buffers=buffers)
+
+
+def _shared_out(
+    spaces: dict[str, Space], pools: tuple[PoolChoice, ...]
+) -> tuple[dict[str, Space], tuple[PoolChoice, ...]]:
+    """Return spaces and pools whose pages lie in one byte buffer."""
+    shared, buffers = share_out(spaces, [buffer for pool in pools for buffer in pool.buffers])
+    left = iter(buffers)
+    own = tuple(msgspec.structs.replace(pool, buffers=tuple(next(left) for _ in pool.buffers)) for pool in pools)
+    return ordered(shared), own
 
 
 def _in_pages(buffers: tuple[Buffer, ...], space: Space) -> tuple[Buffer, ...]:

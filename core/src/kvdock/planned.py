@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from kvdock.pools.base import Pool
     from kvdock.pools.storage import Tensors
     from kvdock.requests.base import RequestPool
+    from kvdock.unified.memory import UnifiedMemory
 
 
 class Parts(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,7 +27,8 @@ class Parts(msgspec.Struct, frozen=True, kw_only=True):
     pools of the groups (for a pool that routes), `allocators` the inner ones (for a composite),
     `allocator` and `request_pool` those that the engine uses (for pools that read their maps). An inner
     allocator whose slots are not those of the request table gets no `request_pool`. `group` is the
-    `torch.distributed` process group that `build` was given, for pools whose ranks read from each other.
+    `torch.distributed` process group that `build` was given, for pools whose ranks read from each other; `memory` the
+    byte buffer that spaces share in unified memory.
     """
 
     tensors: Tensors
@@ -39,6 +41,7 @@ class Parts(msgspec.Struct, frozen=True, kw_only=True):
     allocator: Allocator | None = None
     request_pool: RequestPool | None = None
     group: Any = None
+    memory: UnifiedMemory | None = None
 
 
 class Planned:

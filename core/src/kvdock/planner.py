@@ -20,7 +20,7 @@ from kvdock.model import ModelSpec
 from kvdock.options import CacheOptions, Parallelism, ResolvedOptions, draft_parallels
 from kvdock.outline import Outline, draw_outline
 from kvdock.sizing import Problem, host_nbytes, largest
-from kvdock.storages import bytes_of
+from kvdock.storages import SHARED, WITHIN, bytes_of
 
 if TYPE_CHECKING:
     from kvdock.plugins.loading import Registry
@@ -187,7 +187,7 @@ class CachePlan(msgspec.Struct, frozen=True, kw_only=True):
 
         def fits(length: int) -> bool:
             slots = slots_held(spaces, length, requests, self.parallel.dcp_size)
-            return all(slots[name] <= self.spaces[name] for name in spaces)
+            return self.outline.holds(slots, self.spaces)
 
         return largest(fits, 0, self.outline.options.values.context_length or self.model.context_length)
 
@@ -203,7 +203,7 @@ class CachePlan(msgspec.Struct, frozen=True, kw_only=True):
 
         def fits(requests: int) -> bool:
             slots = slots_held(spaces, length, requests, self.parallel.dcp_size)
-            return all(slots[name] <= self.spaces[name] for name in spaces)
+            return self.outline.holds(slots, self.spaces)
 
         return largest(fits, 0, self.max_running_requests)
 
@@ -330,7 +330,8 @@ def _assemble(
     problem, solution = fitted.problem, fitted.solution
     sizes = solution.sizes
     plans = _buffer_plans(outline, problem, sizes)
-    tokens = sizes[outline.numbering] if outline.numbering else solution.tokens
+    is_shared = outline.line(sizes) is not None  # then the numbering counts what others may take as well
+    tokens = solution.tokens if is_shared or outline.numbering is None else sizes[outline.numbering]
     visible = tokens * outline.parallel.dcp_size
     limits = find_limits(outline, problem, fitted.budget.nbytes, solution, visible)
     engine = outline.allocators[-1] if outline.allocators else None
@@ -387,9 +388,16 @@ def _buffer_plan(buffer: Buffer, problem: Problem, sizes: dict[str, int], nbytes
         memory=buffer.memory,
         tensors=buffer.tensors,
         nbytes=nbytes,
-        storage=f"{buffer.owner} pages" if buffer.storage else buffer.overlay,
+        storage=_storage_of(buffer),
         is_kv=buffer.is_kv,
     )
+
+
+def _storage_of(buffer: Buffer) -> str:
+    """Return the name of the memory that a buffer shares."""
+    if buffer.storage in (SHARED, WITHIN):
+        return "unified memory"
+    return f"{buffer.owner} pages" if buffer.storage else buffer.overlay
 
 
 def _group_plans(outline: Outline, choices: dict[str, tuple[BufferPlan, ...]]) -> tuple[GroupPlan, ...]:

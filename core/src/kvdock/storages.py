@@ -1,5 +1,7 @@
 """How buffers share memory: each in tensors of its own, page by page in one byte buffer, or over each other.
 
+Several spaces may share one byte buffer (unified memory): the pages of each lie on a grid of its own over all of it.
+
 An arrangement changes where bytes lie, never which buffers there are. `bytes_of` is the one answer to how
 many bytes buffers take; sizing, the report and the tensors follow it.
 """
@@ -15,6 +17,9 @@ from kvdock.layout import Buffer, Space, Unit, round_up
 BLOCK_ALIGN = 16
 """Bytes that a block inside a page is aligned to: the widest access of a device."""
 
+SHARED, WITHIN = "shared", "within"
+"""`Buffer.storage` of buffers in a byte buffer that spaces share: whose pages measure it, and what lies inside it."""
+
 
 class Block(msgspec.Struct, frozen=True, kw_only=True):
     """The part of a page that one layer of one buffer fills: `nbytes` (aligned) from `offset` on."""
@@ -23,14 +28,19 @@ class Block(msgspec.Struct, frozen=True, kw_only=True):
     layer_id: int | None
     offset: int
     nbytes: int
+    owner: str = ""
 
 
 class PageLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """A byte buffer of `pages` pages of `page_nbytes` bytes; a page holds, layer after layer, a block of each buffer."""
+    """A byte buffer of `pages` pages of `page_nbytes` bytes; a page holds, layer after layer, a block of each buffer.
+
+    Page 0 begins `offset` bytes after the buffer, where several spaces share it.
+    """
 
     blocks: tuple[Block, ...]
     page_nbytes: int
     pages: int
+    offset: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -67,10 +77,15 @@ def lay_pages(buffers: Sequence[Buffer], space: Space, size: int) -> PageLayout:
     offset = 0
     for layer_id, buffer in _by_layer(buffers):
         nbytes = block_nbytes(buffer, space.page_size)
-        blocks.append(Block(buffer=buffer.name, layer_id=layer_id, offset=offset, nbytes=nbytes))
+        blocks.append(Block(buffer=buffer.name, layer_id=layer_id, offset=offset, nbytes=nbytes, owner=buffer.owner))
         offset += nbytes
-    pages = -(-size // space.page_size) + 1
-    return PageLayout(blocks=tuple(blocks), page_nbytes=offset, pages=pages)
+    return PageLayout(blocks=tuple(blocks), page_nbytes=offset, pages=_pages(buffers[0], space, size))
+
+
+def _pages(buffer: Buffer, space: Space, size: int) -> int:
+    """Return the pages that the rows of a buffer fill, padding included."""
+    guard = buffer.guard if buffer.unit is Unit.PAGE else -(-buffer.guard // space.page_size)
+    return -(-size // space.page_size) + guard
 
 
 def _by_layer(buffers: Sequence[Buffer]) -> Iterator[tuple[int | None, Buffer]]:
@@ -83,7 +98,9 @@ def shared_groups(buffers: Iterable[Buffer]) -> dict[tuple[str, str, str], list[
     """Return the buffers that share memory, by form (``pages`` or ``overlay``), owner and name."""
     groups: dict[tuple[str, str, str], list[Buffer]] = {}
     for buffer in buffers:
-        if buffer.storage:
+        if buffer.storage == SHARED:
+            groups.setdefault(("pages", "", SHARED), []).append(buffer)
+        elif buffer.storage and buffer.storage != WITHIN:
             groups.setdefault(("pages", buffer.owner, buffer.storage), []).append(buffer)
         elif buffer.overlay:
             groups.setdefault(("overlay", "", buffer.overlay), []).append(buffer)
@@ -96,7 +113,7 @@ def bytes_of(
     """Return the bytes of each buffer, every rounding included; they add up to what is allocated.
 
     Of buffers that share a byte buffer the first carries its rounding; of buffers that lie over each other
-    the largest (the first of several) carries all.
+    the largest (the first of several) carries all; what lies inside another space's byte buffer carries nothing.
     """
     found = [
         0 if buffer.storage or buffer.overlay else _own_nbytes(buffer, spaces, sizes, granularity_bytes)
@@ -121,7 +138,7 @@ def _pages_share(
     members: Sequence[Buffer], spaces: Mapping[str, Space], sizes: Mapping[str, int], granularity: int
 ) -> list[int]:
     space = spaces[str(members[0].space)]
-    pages = -(-sizes[space.name] // space.page_size) + 1
+    pages = _pages(members[0], space, sizes[space.name])
     shares = [pages * block_nbytes(b, space.page_size) * max(1, len(b.layers)) for b in members]
     total = sum(shares)
     shares[0] += round_up(total, granularity) - total

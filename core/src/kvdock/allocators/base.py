@@ -18,16 +18,30 @@ if TYPE_CHECKING:
 
 
 class Shortfall(msgspec.Struct, frozen=True, kw_only=True):
-    """What an allocation lacked: per space the slots asked for, available and missing (whole pages)."""
+    """What an allocation lacked: per space the slots asked for, available and missing (whole pages).
+
+    In unified memory another space may give back bytes instead: `givers` names each that could do so alone, with its
+    slots. `held_by` names what forbids to move pages, where that alone is in the way.
+    """
 
     space: str
     needed: int
     available: int
+    givers: tuple[tuple[str, int], ...] = ()
+    held_by: tuple[str, ...] = ()
 
     @property
     def missing(self) -> int:
         """Slots that must be freed in this space before the same call succeeds."""
         return max(0, self.needed - self.available)
+
+    @property
+    def advice(self) -> str:
+        """What would let the same call succeed, in words."""
+        if self.held_by:
+            return f"space {self.space!r} has room once pages may move again, which {', '.join(self.held_by)} forbids"
+        others = "".join(f", or space {name!r} must give {slots}" for name, slots in self.givers)
+        return f"space {self.space!r} must give {self.missing} slots{others}"
 
 
 class Allocator(Planned, abc.ABC):

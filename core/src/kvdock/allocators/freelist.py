@@ -15,9 +15,18 @@ class FreeList(Protocol):
     """Free pages ``1 … capacity`` of one space; counts are the host's, page numbers are tensors."""
 
     journal: Journal
-    capacity: int
-    free: int
-    staged: int
+
+    @property
+    def capacity(self) -> int:
+        """Pages that are numbered."""
+
+    @property
+    def free(self) -> int:
+        """Pages that can be handed out."""
+
+    @property
+    def staged(self) -> int:
+        """Pages that wait for `commit`."""
 
     @property
     def live(self) -> int:

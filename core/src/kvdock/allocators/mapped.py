@@ -76,7 +76,7 @@ class MappedAllocator(Allocator):
         """
         count = lengths.whole_pages(need_size, self.page_size, self._journal.name)
         need_size = count * self.page_size
-        if need_size > self.available_size():
+        if not self._has_room(count, count):
             return None
         share = Share(count, None if owner is None else [owner] * count)
         take = lambda: self.numbering.alloc(need_size, owner)  # noqa: E731
@@ -85,7 +85,7 @@ class MappedAllocator(Allocator):
     def alloc_pages(self, count: int, owners: Sequence[Any] | None = None) -> torch.Tensor | None:
         """Return `count` pages, each with one beside it; ``None`` if either side is short."""
         count = lengths.whole_count(count, "count")
-        if count * self.page_size > self.available_size():
+        if not self._has_room(count, count):
             return None
         return self._in_step(
             lambda: self.numbering.alloc_pages(count, owners), lambda pages: pages, Share(count, owners)
@@ -211,12 +211,16 @@ class MappedAllocator(Allocator):
     ) -> torch.Tensor | None:
         """Return the slots that `take` gets for a verified growth, its new pages mapped; ``None`` if a side is short."""
         pages, part = growth.page_count, share or Share(growth.page_count)
-        size = self.page_size
-        if pages * size > self.numbering.available_size() or part.page_count * size > self.side.available_size():
+        if not self._has_room(pages, part.page_count):
             return None
         if not pages:
             return take()
         return self._in_step(take, lambda slots: self._new_pages(slots, growth), part)
+
+    def _has_room(self, pages: int, side_pages: int) -> bool:
+        """Return whether both sides can hand out so many pages, together."""
+        size = self.page_size
+        return pages * size <= self.numbering.available_size() and side_pages * size <= self.side.available_size()
 
     def _in_step(
         self,

@@ -422,7 +422,7 @@ class PagedAllocator(Allocator):
     def _live_pages(self) -> NDArray[np.int64]:
         import numpy as np
 
-        free = self._ring.peek(self._ring.free).cpu().numpy()
+        free = self._ring.peek(self._ring.capacity - self._ring.live).cpu().numpy()
         outside = free[(free < 1) | (free > self._ring.capacity)]
         self._refuse(outside, "are in the free ring but do not exist")
         times = np.bincount(free, minlength=self._ring.capacity + 1)

@@ -120,6 +120,7 @@ _OPTION_FLAGS = (
         metavar="N",
         help="Tokens of a prefill chunk.",
     ),
+    click.option("--unified", "unified_memory", is_flag=True, help="One byte buffer for all spaces of a hybrid model."),
     click.option("--no-prefix-cache", "no_prefix_cache", is_flag=True, help="Keep no prefixes for later requests."),
     click.option("--prefer", "prefer", multiple=True, metavar="HOOK=PLUGIN", help="Settle a tie; repeatable."),
     click.option("--option", "option", multiple=True, metavar="NAME=VALUE", help="Any other option; repeatable."),

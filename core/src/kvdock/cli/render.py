@@ -109,6 +109,7 @@ def _grid(rows: Iterable[tuple[str, str]]) -> RichTable:
 
 def draw_report(report: Report) -> None:
     """Print what a run did."""
+    is_shared = bool(report.bytes_moved or report.gates)
     checked = f"{report.checks:,} (a token in a layer each), all right"
     rows = [
         ("requests", f"{report.finished:,} of {report.arrived:,} served"),
@@ -118,6 +119,7 @@ def draw_report(report: Report) -> None:
         ("values checked", checked if report.checks else "none: no layer of this rank keeps KV"),
         *_report_of_states(report),
         *_report_of_tiers(report),
+        *([("moved", f"{report.bytes_moved:,} bytes; {report.gates:,} times pages had to stay")] if is_shared else []),
         ("failed admissions", f"{report.failed_admissions:,}"),
         ("preemptions", f"{report.preemptions:,}, swapped out to the host and back"),
         ("shared prefixes", f"{report.shared_tokens:,} tokens"),

@@ -246,8 +246,13 @@ def sliding_floor(query: Query, window_tokens: int) -> int:
 
 
 def _is_capped(query: Query) -> bool:
-    """Return whether requests bound the sliding slots: their limit is given and nothing outlives a request."""
+    """Return whether requests bound the sliding slots: their limit is given and nothing outlives a request.
+
+    In unified memory sliding layers have no pool of their own to bound, only a share by the ratio.
+    """
     options = query.options
+    if options.unified_memory:
+        return False
     chunked = options.chunked_prefill_size is not None or options.role == "decode"
     return options.max_running_requests is not None and options.prefix_cache is False and chunked
 

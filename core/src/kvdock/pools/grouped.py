@@ -45,6 +45,23 @@ class GroupedPool(Pool):
         # The request table holds the slots of one space alone; in another its numbers would name the wrong request.
         is_numbering = parts.allocator is None or parts.allocator.query.spaces[0].name == self.group.space
         self._request_pool = parts.request_pool if is_numbering else None
+        self._segment = None if parts.memory is None else parts.memory.segment(self.group.space)
+        """Where slots lie in unified memory; ``None``: where their numbers say."""
+        if self._segment is not None:
+            self._segment.move_along(self._views_of([b for b in self._counted() if not b.storage]))
+
+    def own_rows(self, loc: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return where the rows of the slots `loc` lie on this rank, and whether they are its own, as bool ``[n]``."""
+        rows, own = super().own_rows(loc)
+        return self.placed(rows), own
+
+    def row_slots(self, loc: torch.Tensor) -> torch.Tensor:
+        """Return where the rows of the slots `loc` lie: in unified memory wherever their pages are at this moment."""
+        return self.placed(super().row_slots(loc))
+
+    def placed(self, loc: torch.Tensor) -> torch.Tensor:
+        """Return where rows lie: `loc` itself, but in unified memory wherever their pages are at this moment."""
+        return loc if self._segment is None else self._segment.rows(loc)
 
     @cached_property
     def codec(self) -> Codec:
@@ -90,10 +107,13 @@ class GroupedPool(Pool):
 
     def slot_views(self) -> list[torch.Tensor]:
         """Return ``[pages, page_size, …]`` views of everything that a slot owns, buffer by buffer, layer by layer."""
+        return self._views_of(self._counted())
+
+    def _views_of(self, buffers: Sequence[Buffer]) -> list[torch.Tensor]:
         tensors = self.parts.tensors
         return [
             tensors.paged(buffer.name, layer_id)
-            for buffer in self._counted()
+            for buffer in buffers
             if buffer.unit is Unit.SLOT
             for layer_id in buffer.layers or (None,)
         ]
@@ -122,7 +142,7 @@ class GroupedPool(Pool):
             move(self._rank_views, *self._moved_rows(tgt_loc, src_loc))
             move(self.whole_views(), tgt_loc, src_loc)
         else:
-            move(self._views, tgt_loc, src_loc)
+            move(self._views, self.placed(tgt_loc), self.placed(src_loc))
 
     def _moved_rows(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the rows of targets and sources; padding for both where one of them is not this rank's."""
@@ -172,7 +192,7 @@ class GroupedPool(Pool):
     def _rows_by_view(self, loc: torch.Tensor) -> list[torch.Tensor]:
         """Return where the slots `loc` lie in each of `slot_views`; of shared tokens this rank's alone, which waits once."""
         if not self._shares_tokens:
-            return [loc] * len(self._views)
+            return [self.placed(loc)] * len(self._views)
         rows, own = self.own_rows(loc)
         kept = rows[own]
         return [kept] * len(self._rank_views) + [loc] * len(self.whole_views())
@@ -192,15 +212,21 @@ class GroupedPool(Pool):
             return super().regions()
         (raw,) = tensors.storages_of(tensors.page_layout.blocks[0].buffer)
         layout = tensors.page_layout
-        pages = Region(pointer=raw.data_ptr(), nbytes=layout.nbytes, item_nbytes=layout.page_nbytes)
+        pages = Region(pointer=raw.data_ptr() + layout.offset, nbytes=layout.nbytes, item_nbytes=layout.page_nbytes)
         apart = [b for b in self._counted() if not b.storage]
         infos = [self._info(buffer, layer_id) for buffer in apart for layer_id in buffer.layers or (None,)]
         return [pages, *(Region(pointer=i.pointer, nbytes=i.nbytes, item_nbytes=i.item_nbytes) for i in infos)]
 
     def clear(self) -> None:
-        """Zero every buffer."""
-        for raw in self.parts.tensors.storages():
-            raw.zero_()
+        """Zero every buffer; of one that spaces share the pages that this one owns."""
+        tensors, segment = self.parts.tensors, self._segment
+        for buffer in tensors.buffers:
+            if segment is not None and buffer.storage:
+                zeroed = [part for view in self._views_of([buffer]) for part in segment.owned(view)]
+            else:
+                zeroed = tensors.storages_of(buffer.name)
+            for part in zeroed:
+                part.zero_()
 
     def storages(self) -> list[torch.Tensor]:
         """Return the raw tensors of this pool."""

@@ -22,7 +22,7 @@ class MHAPool(GroupedPool):
     """
 
     layer_pairs = True
-    features: ClassVar[frozenset[str]] = frozenset({"fp8", "page_major", "context_parallel", "dcp"})
+    features: ClassVar[frozenset[str]] = frozenset({"fp8", "page_major", "unified_memory", "context_parallel", "dcp"})
 
     def __init__(self, query: PoolQuery, parts: Parts) -> None:
         super().__init__(query, parts)

@@ -99,11 +99,11 @@ class _Owned(Protocol):
 class StatePool(GroupedPool):
     """Convolution inputs and temporal states of the layers of one shape; with speculation, their draft snapshots.
 
-    Views are ``[slots + 1, …]``; slot 0 is padding. What a slot holds when it is handed out is the last owner's
+    Views are ``[slots + 1, …]``; slot 0 is padding, and slot s is row ``row_slots(s)``. What a slot holds when it is handed out is the last owner's
     until `clear_slots`. With debug, slots that do not exist or are not handed out are refused.
     """
 
-    features: ClassVar[frozenset[str]] = frozenset({"page_major", "replay_rings", "context_parallel"})
+    features: ClassVar[frozenset[str]] = frozenset({"page_major", "unified_memory", "replay_rings", "context_parallel"})
     options: ClassVar[frozenset[str]] = frozenset(
         {
             "state_dtype",
@@ -223,7 +223,7 @@ class StatePool(GroupedPool):
             SlotError: with debug, a slot does not exist or is not handed out; nothing is written.
         """
         self._check_loc(None, slots)
-        self.store.clear(slots)
+        self.store.clear(self.placed(slots))
 
     def copy_slots(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy all that the slots `source` own to `target`, in every layer; reads happen first.
@@ -237,7 +237,7 @@ class StatePool(GroupedPool):
         # A source may have been given back since it was chosen: nothing was written to it before this copy.
         self._check_range(source)
         self._check_loc(None, target)
-        self.store.copy(source, target)
+        self.store.copy(self.placed(source), self.placed(target))
 
     def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
         """Do as `copy_slots`: slots are those of states here."""
@@ -246,7 +246,7 @@ class StatePool(GroupedPool):
     def get_cpu_copy(self, indices: torch.Tensor) -> list[torch.Tensor]:
         """Return host copies of all that the state slots `indices` own, as the store saves them."""
         self._check_loc(None, indices)
-        return self.store.save(indices)
+        return self.store.save(self.placed(indices))
 
     def load_cpu_copy(self, copies: Sequence[torch.Tensor], indices: torch.Tensor) -> None:
         """Write what `get_cpu_copy` returned to the state slots `indices`; bit-identical.
@@ -255,7 +255,7 @@ class StatePool(GroupedPool):
             SlotError: the copies are of another pool or for another number of slots; nothing is written.
         """
         self.verify_copies(copies, indices)
-        self.store.restore(copies, indices)
+        self.store.restore(copies, self.placed(indices))
 
     def verify_copies(self, copies: Sequence[torch.Tensor], indices: torch.Tensor) -> None:
         """Raise what `load_cpu_copy` would raise, and change nothing."""
@@ -332,6 +332,7 @@ class StatePool(GroupedPool):
         if self.parts.debug and steps.device.type != "meta":
             for step in steps.tolist():
                 snapshots.check_step(step)
+        slots = self.placed(slots)
         snapshots.commit(rows, steps, slots, self._committed)
         if self.cursor is not None:
             self.parts.kernels.clear([self.parts.tensors.paged(CURSOR)], slots)
@@ -353,7 +354,7 @@ class StatePool(GroupedPool):
         infos, layout = self.state_infos(), self.parts.tensors.page_layout
         if layout:
             inside = {block.buffer for block in layout.blocks}
-            first = self.parts.tensors.storages_of(layout.blocks[0].buffer)[0].data_ptr()
+            first = self.parts.tensors.storages_of(layout.blocks[0].buffer)[0].data_ptr() + layout.offset
             apart = [info for info in infos if info.name not in inside]
             found = [(first, layout.nbytes, layout.page_nbytes), *((i.pointer, i.nbytes, i.item_nbytes) for i in apart)]
         else:

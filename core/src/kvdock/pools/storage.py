@@ -9,14 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 from kvdock import dtypes
 from kvdock.errors import BuildError, SlotError
 from kvdock.layout import Buffer, Space, Unit, round_up
-from kvdock.storages import PageLayout, bytes_of, lay_pages
+from kvdock.storages import BLOCK_ALIGN, SHARED, WITHIN, PageLayout, bytes_of, lay_pages
 
 if TYPE_CHECKING:
     import torch
@@ -51,6 +51,13 @@ class Placed(msgspec.Struct, frozen=True, kw_only=True):
             held = f"it holds the layers {list(layers)}" if layers else "it belongs to no layer"
             raise SlotError(f"buffer {self.buffer.name!r} has no tensor for layer {layer_id}; {held}")
         return views[layers.index(layer_id)]
+
+
+class SharedBuffer(NamedTuple):
+    """One byte buffer for the pages of several spaces, and where each space's lie in it."""
+
+    raw: torch.Tensor
+    layouts: Mapping[str, PageLayout]
 
 
 class Tensors:
@@ -122,19 +129,26 @@ def allocate(
     granularity_bytes: int = 1,
     overlays: Mapping[str, torch.Tensor] | None = None,
     within: Within | None = None,
+    *,
+    shared_buffer: SharedBuffer | None = None,
 ) -> Tensors:
     """Return zeroed tensors for `buffers`: on `device`, or on the host for those that ask for it.
 
     Each device tensor takes its declared bytes rounded up to `granularity_bytes`. On the ``meta`` device
     no device memory is taken; host buffers are real everywhere. Buffers of one owner that share a byte
-    buffer get views of it; `overlays` holds the memory of those that lie over others'. `within` says where
-    device memory is taken from; what it refers to lives as long as the tensors.
+    buffer get views of it; `overlays` holds the memory of those that lie over others', and `shared_buffer` that of
+    several spaces. `within` says where device memory is taken from; what it refers to lives as long as the tensors.
 
     Raises:
         BuildError: the memory is not there, or a buffer cannot be laid out.
     """
     paged = [buffer for buffer in buffers if buffer.storage]
-    layout, shared = _page_storage(paged, sizes, spaces, device, granularity_bytes, within) if paged else (None, {})
+    layout: PageLayout | None = None
+    shared: dict[str, Placed] = {}
+    if paged and paged[0].storage in (SHARED, WITHIN):
+        layout, shared = _place_in_shared(paged, spaces, shared_buffer)
+    elif paged:
+        layout, shared = _page_storage(paged, sizes, spaces, device, granularity_bytes, within)
     placed = []
     for buffer in buffers:
         if buffer.name in shared:
@@ -220,18 +234,31 @@ def _page_storage(
     return layout, {buffer.name: _place_in_pages(buffer, layout, raw, space) for buffer in buffers}
 
 
+def _place_in_shared(
+    buffers: Sequence[Buffer], spaces: Mapping[str, Space], shared: SharedBuffer | None
+) -> tuple[PageLayout, dict[str, Placed]]:
+    """Return where the blocks of an owner lie in the pages of its space, and views of the buffer that it shares."""
+    space = spaces[str(buffers[0].space)]
+    if shared is None or space.name not in shared.layouts:
+        raise BuildError(f"space {space.name!r} lies in a shared byte buffer, and there is none; build from the plan")
+    whole = shared.layouts[space.name]
+    own = tuple(block for block in whole.blocks if block.owner == buffers[0].owner)
+    layout = msgspec.structs.replace(whole, blocks=own)
+    return layout, {buffer.name: _place_in_pages(buffer, layout, shared.raw, space) for buffer in buffers}
+
+
 def _place_in_pages(buffer: Buffer, layout: PageLayout, raw: torch.Tensor, space: Space) -> Placed:
     import torch
 
     stored: torch.dtype = getattr(torch, dtypes.find(buffer.dtype).storage)
     item = stored.itemsize
-    words = raw[: layout.nbytes].view(stored)
+    words = raw[: (layout.offset + layout.nbytes) // BLOCK_ALIGN * BLOCK_ALIGN].view(stored)
     width, is_slot = _checked_width(buffer), buffer.unit is Unit.SLOT
     shape = (layout.pages, space.page_size, *width) if is_slot else (layout.pages, *width)
     inner = (buffer.row_nbytes // item,) if is_slot else ()
     strides = (layout.page_nbytes // item, *inner, *_strides(width))
     blocks = {block.layer_id: block.offset for block in layout.blocks if block.buffer == buffer.name}
-    offsets = [blocks[layer_id] // item for layer_id in buffer.layers or (None,)]
+    offsets = [(layout.offset + blocks[layer_id]) // item for layer_id in buffer.layers or (None,)]
     views = tuple(words.as_strided(shape, strides, offset) for offset in offsets)
     if not is_slot:
         return Placed(buffer=buffer, raw=(raw,), rows=views, pages=views)

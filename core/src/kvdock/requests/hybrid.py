@@ -50,7 +50,7 @@ class HybridReqToTokenPool(ReqToTokenPool):
     def __init__(self, query: RequestQuery, parts: Parts) -> None:
         super().__init__(query, parts)
         tensors = parts.tensors
-        self.states = StateSlots("space 'state'", tensors.rows("free_states").numpy(), parts.sizes[STATE], parts.debug)
+        self.states = self._make_states(parts)
         """Who holds which state slot."""
         self.row_to_state: torch.Tensor = tensors.rows("row_to_state")
         self.tracks_per_request = track_slots(query)
@@ -71,6 +71,10 @@ class HybridReqToTokenPool(ReqToTokenPool):
             name="free_states", role="free_ring", space=STATE, shape=(), dtype="int64", guard=0, memory="host"
         )
         return (*super().buffers(query), state, *([tracks] if track_slots(query) else []), free)
+
+    def _make_states(self, parts: Parts) -> StateSlots:
+        ring = parts.tensors.rows("free_states").numpy()
+        return StateSlots(f"space {STATE!r}", ring, parts.sizes[STATE], parts.debug)
 
     def alloc(self, requests: Sequence[Hashable]) -> list[int] | None:
         """Return a row for each request, with its state and track slots; what a request has already, it keeps.

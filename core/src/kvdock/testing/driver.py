@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from kvdock.errors import PlanError, SlotError
 from kvdock.requests.decode import DecodeReqToTokenPool
+from kvdock.testing.moves import Moves
 from kvdock.testing.report import Progress, Report
 from kvdock.testing.slots import Part, Piece, Request, Slots, parts_of, refuse_nothing
 from kvdock.testing.states import States
@@ -90,6 +91,7 @@ class _Run:
         self.states = States(cache, self.values, self.rng)
         self.tiers = Tiers(cache, self.values, self.rng)
         self.slots = Slots(cache, self.rng, self.states, self.tiers)
+        self.moves = Moves(cache, self.rng)
         self.sharing = self.speculating = 0.0
         self.longest = cache.plan.max_request_tokens
         self.chunk, self.step_ms = chunk, step_ms
@@ -115,6 +117,7 @@ class _Run:
         self._finish()
         if not grown and (self.running or self.waiting):
             self._unblock()
+        self.moves.settle()
         self.steps += 1
         self.clock_ms += self.step_ms
 
@@ -158,7 +161,12 @@ class _Run:
 
     def _make_room(self) -> bool:
         """Give back what no request needs any more; tell whether there was anything."""
-        return self.tiers.evict(self.running) or self.slots.evict(self.running, 1) or self.slots.drop_prefixes()
+        return (
+            self.moves.open()
+            or self.tiers.evict(self.running)
+            or self.slots.evict(self.running, 1)
+            or self.slots.drop_prefixes()
+        )
 
     def _receive(self) -> int:
         """Admit requests whose KV arrives with them, at a decode worker; return the tokens."""
@@ -203,7 +211,7 @@ class _Run:
                 self._sample(*pieces[self.steps % len(pieces)])
                 self._keep_prompts([request for request, _ in pieces])
                 return sum(tokens for _, tokens in pieces)
-            if self.tiers.evict(self.running):
+            if self.moves.open() or self.tiers.evict(self.running):
                 continue
             request, _ = pieces.pop()
             if request.length == request.start:
@@ -227,7 +235,7 @@ class _Run:
         while budget > 0 and self._may_admit():
             request = self.waiting[0]
             row = self._take_row(request)
-            if row is None and self.states and self.slots.drop_prefixes():
+            if row is None and self.states and (self.moves.open() or self.slots.drop_prefixes()):
                 continue
             if row is None:
                 self.failed_admissions += 1
@@ -280,14 +288,15 @@ class _Run:
         self._write_rows(pieces, slots)
         self.cache.prepare_states()
         parts = list(parts_of(pieces, slots))
-        for place, (request, part) in enumerate(parts):
-            self.slots.take(request, part)
-            if request.saved is not None:
-                self._load(request, part)
-            elif request.length == request.start or place == self.steps % len(pieces):
-                self.states.check(request)
-        written = [pair for pair in parts if pair[0].saved is None]
-        self._write(written)
+        with self.moves.forward():
+            for place, (request, part) in enumerate(parts):
+                self.slots.take(request, part)
+                if request.saved is not None:
+                    self._load(request, part)
+                elif request.length == request.start or place == self.steps % len(pieces):
+                    self.states.check(request)
+            written = [pair for pair in parts if pair[0].saved is None]
+            self._write(written)
         self.tiers.back_up(written)
         for request, part in parts:
             request.length += part.numel()
@@ -353,7 +362,8 @@ class _Run:
     def _roll_back(self, batch: list[Request], state: object) -> None:
         """Take back what requests wrote ahead: the allocation as a whole, or the pages beyond their tokens."""
         names, lengths = [request.name for request in batch], [request.length for request in batch]
-        if self.rng.random() < TRIMMING:
+        # What is freed while pages have to stay is a hole that other spaces cannot use; what is restored never was one.
+        if self.rng.random() < TRIMMING and self.moves.may_move:
             self.cache.trim(names, lengths)
         else:
             self.slots.allocator.restore_state(state)
@@ -429,7 +439,7 @@ class _Run:
 
     def _unblock(self) -> None:
         """Make room where nothing could grow: take a request back, or prefill in smaller chunks."""
-        if self.slots.drop_prefixes():
+        if self.moves.open() or self.slots.drop_prefixes():
             return
         if len(self.running) > 1 or (self.running and self.running[0].prefix is not None):
             self._preempt()
@@ -442,6 +452,7 @@ class _Run:
 
     def release_all(self) -> None:
         """Take back what is still running, and count what was not served."""
+        self.moves.open()
         self.unfinished = len(self.running) + len(self.waiting)
         for request in tuple(self.running):
             if request.saved is None:
@@ -479,6 +490,7 @@ class _Run:
             received=self.received,
             **self.states.counts(),
             **self.tiers.counts(),
+            **self.moves.counts(),
         )
 
     def _problems(self, planned: int, allocated: int) -> Iterator[str]:

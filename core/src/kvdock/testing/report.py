@@ -25,7 +25,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     the requests that began with the state of a prefix, `tracked` the states that were written to track slots,
     `committed` those that were a draft's snapshot, `received` the requests that arrived with their KV. `swapped_in` counts rows that a
     step brought from the host to a request's device buffer, a token in a layer each, `found_on_device` those that it
-    found there, `device_buffers` the buffers that were given, `grown_buffers` the times that one grew. `problems` says what `check` found afterwards; empty: everything is in order.
+    found there, `device_buffers` the buffers that were given, `grown_buffers` the times that one grew.
+    `bytes_moved` counts what compactions of unified memory copied, `gates` the times that pages had to stay. `problems` says what `check` found afterwards; empty: everything is in order.
     """
 
     arrived: int
@@ -54,6 +55,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     found_on_device: int = 0
     device_buffers: int = 0
     grown_buffers: int = 0
+    bytes_moved: int = 0
+    gates: int = 0
 
     @property
     def tokens_per_second(self) -> float:

@@ -114,6 +114,7 @@ class Slots:
 
     def __init__(self, cache: KVCache, rng: random.Random, states: States, tiers: Tiers) -> None:
         self.cache = cache
+        self.memory = cache.memory
         self.rng = rng
         self.states = states
         self.tiers = tiers
@@ -141,8 +142,14 @@ class Slots:
 
     def note_peak(self) -> None:
         """Remember the most slots that were taken at once."""
-        for name, free in self.available().items():
-            self.peak[name] = max(self.peak[name], self.at_first[name] - free)
+        taken = {name: self.at_first[name] - free for name, free in self.available().items()}
+        if self.memory is not None:  # where what one space takes is not free for another either
+            taken |= {share.space: share.live * self._slots_of(share.space) for share in self.memory.shares()}
+        for name, count in taken.items():
+            self.peak[name] = max(self.peak[name], count)
+
+    def _slots_of(self, space: str) -> int:
+        return self.cache.plan.outline.spaces[space].page_size
 
     def extend(self, pieces: list[Piece]) -> torch.Tensor | None:
         """Return slots for the new tokens of requests."""

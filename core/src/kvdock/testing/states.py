@@ -120,10 +120,11 @@ class States:
 
         slot, row = self.rows.state_of(request.name), self._row(request, request.length)
         for layer in self.layers:
+            place = self._place(layer.pool, slot)
             for cell in layer.cells:
                 expected = self._scratch_of(cell)
                 cell.fill(row, expected) if request.length else expected.zero_()
-                if not torch.equal(cell.view[slot], expected):
+                if not torch.equal(cell.view[place], expected):
                     raise self._wrong(request, layer, f"{cell.name} state", slot)
             self._check_cursor(request, layer, slot)
             self.checks += len(layer.cells)
@@ -149,7 +150,7 @@ class States:
     def _check_cursor(self, request: Request, layer: Layer, slot: int) -> None:
         """Compare the cursor of the replay rings, which all layers of a pool share."""
         cursor = layer.pool.cursor
-        if cursor is not None and int(cursor[slot]) != _cursor(layer.pool, request.length):
+        if cursor is not None and int(cursor[self._place(layer.pool, slot)]) != _cursor(layer.pool, request.length):
             raise self._wrong(request, layer, "replay cursor", slot)
 
     def write(self, request: Request, salt: int | None = None, more: int = 0) -> None:
@@ -234,7 +235,7 @@ class States:
         rows, steps, slots = self._numbers(request.row), self._numbers(step), self._slot(request)
         for pool in self.pools:
             pool.commit(rows, steps, slots)
-            if pool.cursor is not None and int(pool.cursor[slots]):
+            if pool.cursor is not None and int(pool.cursor[self._place(pool, int(slots))]):
                 raise RunError(f"request {request.name}: a commit left the replay cursor of slot {int(slots)} in place")
         # A ring holds steps beside the state, which the commit made whole.
         self._write_slot(int(slots), request, request.length, only_rings=True)
@@ -312,6 +313,10 @@ class States:
     def _slot(self, request: Request) -> torch.Tensor:
         return self._numbers() if self.rows is None else self._numbers(self.rows.state_of(request.name))
 
+    def _place(self, pool: StatePool, slot: int) -> int:
+        """Return the row of a slot, which in unified memory is where it lies at this moment."""
+        return int(pool.row_slots(self._numbers(slot)))
+
     def _row(self, request: Request, tokens: int, salt: int | None = None) -> torch.Tensor:
         """Return numbers up to `_HALF` that tell request and tokens, uint8 ``[widest]``."""
         import torch
@@ -325,12 +330,13 @@ class States:
     ) -> None:
         row = self._row(request, tokens, salt)
         for layer in self.layers:
+            place = self._place(layer.pool, slot)
             for cell in layer.cells:
                 if cell.is_ring or not only_rings:
-                    cell.fill(row, cell.view[slot])
+                    cell.fill(row, cell.view[place])
         for pool in self.pools:
             if pool.cursor is not None:
-                pool.cursor[slot] = _cursor(pool, tokens)
+                pool.cursor[self._place(pool, slot)] = _cursor(pool, tokens)
 
 
 def _cursor(pool: StatePool, tokens: int) -> int:

@@ -1,0 +1,261 @@
+"""The pages of one space in a shared byte buffer: which virtual page lies where, and which places are free.
+
+Three tables of int32, in places of the space's stretch: `page_of` (virtual page → page of the grid, the kernels' map),
+`owner_of` (place → virtual page, or −1 − n for the n-th of `holes`), and `holes`, the free places in no order. Every
+call costs what it touches, whatever the space's size; counts are the host's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from kvdock.errors import SlotError
+from kvdock.layout import Buffer, Unit
+from kvdock.unified.geometry import Stretch, Window
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvdock.kernels.interface import Kernels
+    from kvdock.pools.storage import Tensors
+
+_TABLES = ("page_of", "owner_of", "holes")
+MOVED_AT_ONCE = 2**24
+"""Bytes of pages that one copy of a compaction holds beside the buffer."""
+
+
+class Event(Protocol):
+    """Work on a device that will be finished, such as `torch.cuda.Event`."""
+
+    def query(self) -> bool:
+        """Return whether it is finished."""
+
+    def wait(self) -> object:
+        """Let what is launched from now on wait for it; the host goes on."""
+
+
+def table_buffers(space: str) -> tuple[Buffer, ...]:
+    """Declare the tables of a space, 12 bytes a page."""
+    page_of = Buffer(name="page_of", role="map", space=space, unit=Unit.PAGE, shape=(), dtype="int32")
+    names = ("owner_of", "map"), ("holes", "free_ring")
+    return (
+        page_of,
+        *(
+            Buffer(name=name, role=role, space=space, unit=Unit.PAGE, shape=(), dtype="int32", guard=0)
+            for name, role in names
+        ),
+    )
+
+
+class Owned(NamedTuple):
+    """What a space owned at some time, and how often it had given something up by then."""
+
+    window: Window
+    narrowed: int
+
+
+class Segment:
+    """What one space owns of the buffer: the places `window`, of which `holes` are free.
+
+    `UnifiedMemory` alone changes windows; whoever hands out virtual pages backs and releases them. On the host tables
+    are read and written through numpy, which starts each step in a third of the time; both forms run the same lines.
+    """
+
+    def __init__(self, stretch: Stretch, tables: Tensors, pages: torch.Tensor, kernels: Kernels) -> None:
+        self.stretch = stretch
+        self.page_of = tables.rows("page_of")
+        """Page of the grid of each virtual page; 0, the padding, for page 0 and those that are not live."""
+        self._is_host = self.is_host(self.page_of)
+        self._page_of, self._owner_of, self._holes = (self._array(tables.rows(n)) for n in _TABLES)
+        self._pages = pages
+        self._apart: list[torch.Tensor] = []
+        self._kernels = kernels
+        self.bytes_moved = self.pages_moved = self._narrowed = 0
+        self.reset(Window(0, 0))
+
+    @staticmethod
+    def is_host(table: torch.Tensor) -> bool:
+        """Return whether a table is read and written through numpy."""
+        return bool(table.is_cpu)
+
+    @property
+    def live(self) -> int:
+        """Pages that are backed."""
+        return self.window.high - self.window.low - self.holes
+
+    def reset(self, window: Window) -> None:
+        """Own the places of a window without a live page, which are all holes."""
+        self.window = Window(window.low, window.low)
+        self.holes = 0
+        self._narrowed += 1
+        self.page_of.zero_()
+        self.widen(window)
+
+    def rows(self, slots: torch.Tensor) -> torch.Tensor:
+        """Return where virtual slots lie: −1 for −1, and slot 0 for those of the padding. Never waits."""
+        return self._kernels.translate(self.page_of, slots, self.stretch.page_size)
+
+    def move_along(self, views: Sequence[torch.Tensor]) -> None:
+        """Let views ``[pages, page_size, …]`` of this space that lie apart from its pages move with them."""
+        self._apart += [view.unsqueeze(1) for view in views]
+
+    def back(self, pages: torch.Tensor) -> None:
+        """Give virtual pages ``[n]`` a place each, from the holes, of which there are enough."""
+        count = pages.shape[0]
+        self._bind(self._array(pages), self._holes[self.holes - count : self.holes])
+        self.holes -= count
+
+    def release(self, pages: torch.Tensor) -> None:
+        """Make holes of the places of virtual pages ``[n]``."""
+        numbers = self._array(pages)
+        places = self._page_of[numbers] - self.stretch.first
+        self._page_of[numbers] = 0
+        self._dig(places)
+
+    def widen(self, window: Window) -> None:
+        """Own a window that holds the present one; what is new are holes."""
+        old = self.window
+        for low, high in ((window.low, min(old.low, window.high)), (max(old.high, window.low), window.high)):
+            if high > low:
+                self._dig(self._numbers(low, high, 1))
+        self.window = window
+
+    def backup(self) -> Owned:
+        """Return what is owned now, for `retract`."""
+        return Owned(self.window, self._narrowed)
+
+    def retract(self, owned: Owned, taken: int) -> None:
+        """Own what was owned then, where it only grew since and the `taken` pages came back; else do nothing.
+
+        Whatever lies outside is a hole then, and stands among those that changed since, so nothing has to wait.
+        """
+        old, window = self.window, owned.window
+        grown = (old.high - old.low) - (window.high - window.low)
+        if owned.narrowed != self._narrowed or not grown:
+            return
+        start = self.holes - grown - min(taken, self.holes - grown)
+        changed = self._holes[start : self.holes]
+        sorted_holes = changed[self._inside_first((changed < window.low) | (changed >= window.high))]
+        self._holes[start : self.holes] = sorted_holes
+        self._owner_of[sorted_holes] = self._numbers(-1 - start, -1 - self.holes, -1)
+        self.holes -= grown
+        self.window = window
+
+    def _inside_first(self, is_outside: Any) -> Any:
+        """Return the order that puts what is inside first."""
+        if self._is_host:
+            return is_outside.argsort(kind="stable")
+        return is_outside.to(self.page_of.dtype).argsort(stable=True)
+
+    def _outside(self, window: Window) -> list[Any]:
+        """Return what the tables say of the places outside a window within the present one."""
+        old = self.window
+        if window.low == window.high:
+            parts = [range(old.low, old.high)]
+        else:
+            parts = [range(old.low, window.low), range(window.high, old.high)]
+        return [self._owner_of[part.start : part.stop] for part in parts if part]
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy all that virtual pages ``[n]`` hold to others."""
+        pages = (self.page_of.index_select(0, found).long() for found in (target, source))
+        self._kernels.move([self._pages, *self._apart], *pages)
+
+    def narrow(self, window: Window) -> None:
+        """Own a window within the present one: pages outside move into its holes, of which there are enough.
+
+        Costs what lies outside; waits for the device for the number of pages that move.
+        """
+        live, parts = self.live, self._outside(window)
+        self.window = window
+        self._narrowed += 1
+        if not live and window.low == window.high:
+            self.holes = 0
+            return
+        survivors = []
+        for owners in parts:
+            is_live = owners >= 0
+            survivors.append(owners[is_live])
+            self._fill(-1 - owners[~is_live])
+        for moved in survivors:
+            if moved.shape[0]:
+                source = self._page_of[moved]
+                self.holes -= moved.shape[0]
+                self._bind(moved, self._holes[self.holes : self.holes + moved.shape[0]])
+                self._copy(self._tensor(source), self._tensor(self._page_of[moved]))
+
+    def owned(self, view: torch.Tensor) -> list[torch.Tensor]:
+        """Return the parts of a view ``[pages, …]`` of this space's grid that are its own: the padding, its window."""
+        first = self.stretch.first
+        return [view[:1], view[first + self.window.low : first + self.window.high]]
+
+    def check(self) -> None:
+        """Verify that tables and counts agree; O(places).
+
+        Raises:
+            SlotError: names the space and what is wrong.
+        """
+        import torch
+
+        low, high = self.window
+        owners, holes = self._tensor(self._owner_of[low:high]), self._tensor(self._holes[: self.holes])
+        is_live = owners >= 0
+        named = torch.cat((holes, (self.page_of[self.page_of != 0] - self.stretch.first).long()))
+        if not torch.equal(named.sort().values, torch.arange(low, high, device=named.device)):
+            raise SlotError(f"space {self.stretch.space!r}: a place is lost, or is two pages' or a page's and free")
+        backed = owners[is_live]
+        places = is_live.nonzero().view(-1) + low + self.stretch.first
+        if not torch.equal(self.page_of[backed].long(), places) or (backed == 0).any():
+            raise SlotError(f"space {self.stretch.space!r}: the maps of pages to places and back differ")
+        if not torch.equal(-1 - self._tensor(self._owner_of)[holes], torch.arange(self.holes, device=holes.device)):
+            raise SlotError(f"space {self.stretch.space!r}: the list of holes is damaged")
+
+    def _bind(self, pages: Any, places: Any) -> None:
+        self._page_of[pages] = places + self.stretch.first
+        self._owner_of[places] = pages if self._is_host else pages.to(self.page_of.dtype)
+
+    def _dig(self, places: Any) -> None:
+        """Add free places to the holes."""
+        end = self.holes + places.shape[0]
+        self._holes[self.holes : end] = places
+        self._owner_of[places] = self._numbers(-1 - self.holes, -1 - end, -1)
+        self.holes = end
+
+    def _fill(self, indices: Any) -> None:
+        """Take the holes at `indices` out of the list; those at its end take their places in it."""
+        left = self.holes - indices.shape[0]
+        tail = self._holes[left : self.holes] + 0
+        is_left = indices < left
+        # Where a hole of the tail is itself taken out, it stands for none.
+        tail[indices[~is_left] - left] = -1
+        kept, vacant = tail[tail >= 0], indices[is_left]
+        self._holes[vacant] = kept
+        self._owner_of[kept] = -1 - vacant
+        self.holes = left
+
+    def _copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        at_once = max(1, MOVED_AT_ONCE // self.stretch.page_nbytes)
+        for start in range(0, source.shape[0], at_once):
+            here = slice(start, start + at_once)
+            self._kernels.move([self._pages, *self._apart], target[here], source[here])
+        self.pages_moved += source.shape[0]
+        self.bytes_moved += source.shape[0] * self.stretch.page_nbytes
+
+    def _array(self, values: torch.Tensor) -> Any:
+        return values.numpy() if self._is_host else values
+
+    def _tensor(self, values: Any) -> torch.Tensor:
+        import torch
+
+        found: torch.Tensor = torch.from_numpy(values) if self._is_host else values
+        return found.long()
+
+    def _numbers(self, start: int, stop: int, step: int) -> Any:
+        if self._is_host:
+            import numpy as np
+
+            return np.arange(start, stop, step, dtype=np.int32)
+        import torch
+
+        return torch.arange(start, stop, step, dtype=torch.int32, device=self.page_of.device)
