@@ -32,7 +32,7 @@ $(VENV)/.demo: $(BIN)/python core/pyproject.toml plugins/cuda/pyproject.toml con
 	@touch $@
 
 $(VENV)/.tools: $(VENV)/.demo $(PYPROJECTS)
-	$(PIP) -e 'core[torch,testing]' $(addprefix -e ,$(PLUGINS)) $(TOOLS)
+	$(PIP) -e 'core[torch,triton,testing]' $(addprefix -e ,$(PLUGINS)) $(TOOLS)
 	@touch $@
 
 # Checks.

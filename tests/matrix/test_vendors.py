@@ -74,8 +74,8 @@ def test_two_vendors_with_a_device_are_listed_with_how_to_choose(monkeypatch, or
     with pytest.raises(PlanError) as caught:
         kvdock.plan(model(MHA), registry=registry)
     assert str(caught.value) == (
-        "2 accelerators are here (cuda:0 is Made-Up, rocm:0 is Made-Up); name one with --device NAME (kvdock devices "
-        "lists the profiles), or give the memory for the cache with --memory 40GiB"
+        "2 accelerators are here (cuda:0 is Made-Up, rocm:0 is Made-Up); name one with device= (--device NAME; kvdock "
+        "devices lists the profiles), or give the memory for the cache with budget_bytes= (--memory 40GiB)"
     )
 
 
@@ -114,7 +114,7 @@ def test_where_neither_is_here_each_says_why_and_nothing_takes_its_place(monkeyp
     torch_of(monkeypatch)
     with (
         pytest.warns(PluginWarning) as heard,
-        pytest.raises(PlanError, match=r"^no accelerator is here; name one with --device NAME"),
+        pytest.raises(PlanError, match=r"^no accelerator is here; name one with device="),
     ):
         kvdock.plan(model(MHA), registry=registry_of())
     assert [str(warning.message).partition(" (says")[0] for warning in heard] == [

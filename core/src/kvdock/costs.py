@@ -53,10 +53,10 @@ def find_costs(problem: Problem) -> Costs:
 def bytes_per_token(problem: Problem) -> SlotCost:
     """Return the device bytes that one more token takes on this rank, caps and rounding left aside.
 
-    A token is a slot of ``full``: with a host tier, of several of which one has its rows on the device.
+    With a host tier a token is a slot of ``full``, of several of which one has its rows on the device.
     """
     factors = token_factors(problem.spaces)
-    numbered = factors.get(FULL) or Fraction(1)
+    numbered = factors[FULL] if DEVICE in problem.spaces else Fraction(1)
     sums = [Fraction(0), Fraction(0)]
     for buffer in _charged(problem):
         if buffer.space is not None and buffer.space != REQUESTS:
