@@ -62,3 +62,18 @@ def test_a_buffer_that_fails_half_way_changes_nothing(cache, monkeypatch, tokens
     assert state_of(cache) == before
     assert allocator.alloc_device_buffer("a", 0).shape == (12,)
     cache.check()
+
+
+@pytest.mark.parametrize("tokens", [9, 10, 11, 13])
+def test_no_page_stays_mapped_to_the_newest_page_of_a_request_that_went(cache, tokens):
+    cache.admit("a", tokens)
+    allocator = cache.token_to_kv_pool_allocator
+    allocator.alloc_device_buffer("a", 0)
+    page = -(-tokens // 4) - 1
+    newest = allocator.req_to_device_buffer[cache.req_to_token_pool.row_of("a"), -4:]
+    own = cache.req_to_token_pool.req_to_token[cache.req_to_token_pool.row_of("a"), page * 4 : tokens].long()
+    assert allocator.translate(own).tolist() == newest[: tokens - page * 4].tolist()
+    cache.release("a")
+    assert not allocator.logical_to_device.any()
+    assert allocator.device_available_size() == 32
+    cache.check()
