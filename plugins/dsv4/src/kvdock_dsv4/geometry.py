@@ -58,6 +58,6 @@ def request_state_slot(row: Slots, position: Slots, ring: int) -> Slots:
     return row * ring + position % ring
 
 
-def online_slot(row: Slots, bank: int, banks: int) -> Slots:
+def online_slot(row: Slots, bank: Slots | int, banks: int) -> Slots:
     """Return where the online state of a request lies: in bank 0 its own, in bank ``i`` that after draft token i."""
     return row * banks + bank

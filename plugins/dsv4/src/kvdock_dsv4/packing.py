@@ -71,7 +71,7 @@ class PackedFormat(msgspec.Struct, frozen=True, kw_only=True):
 
         element: torch.dtype = getattr(torch, ELEMENT)
         limit = torch.finfo(element).max
-        blocks = nope.to(torch.float32).unflatten(-1, (self.blocks, BLOCK))
+        blocks = nope.to(torch.float32).reshape(*nope.shape[:-1], self.blocks, BLOCK)
         exponents = _exponents(blocks, limit)
         scaled = torch.ldexp(blocks, -exponents.unsqueeze(-1)).clamp(-limit, limit)
         data = scaled.to(element).view(torch.uint8).flatten(-2)
@@ -84,7 +84,7 @@ class PackedFormat(msgspec.Struct, frozen=True, kw_only=True):
         import torch
 
         codes = data[..., : self.nope_dim].contiguous().view(getattr(torch, ELEMENT))
-        blocks = codes.to(torch.float32).unflatten(-1, (self.blocks, BLOCK))
+        blocks = codes.to(torch.float32).view(*codes.shape[:-1], self.blocks, BLOCK)
         exponents = scales[..., : self.blocks].to(torch.int32) - BIAS
         nope = torch.ldexp(blocks, exponents.unsqueeze(-1)).flatten(-2)
         return nope, recast(data[..., self.nope_dim :], getattr(torch, ROPE_DTYPE))

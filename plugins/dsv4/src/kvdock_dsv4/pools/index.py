@@ -15,6 +15,7 @@ from kvdock_dsv4.pools.placed import PlacedPool
 
 if TYPE_CHECKING:
     import torch
+    from kvdock.testing.kinds import Kind
 
 
 class IndexPool(PlacedPool):
@@ -93,6 +94,12 @@ class IndexPool(PlacedPool):
     ) -> None:
         """Raise: an indexer has keys of its own (`set_index_k`)."""
         raise self._refuse_kv(layer_id)
+
+    def driven(self) -> Kind:
+        """Return what a run writes and reads here (`kvdock run`)."""
+        from kvdock_dsv4.trace import index_kind
+
+        return index_kind(self)
 
     def _refuse_kv(self, layer_id: int) -> SlotError:
         return SlotError(f"group {self.group.name!r} keeps index keys of layer {layer_id}, no keys and values")

@@ -16,6 +16,7 @@ from kvdock_dsv4.pools.placed import PlacedPool
 
 if TYPE_CHECKING:
     import torch
+    from kvdock.testing.kinds import Kind
 
 
 class PackedPool(PlacedPool):
@@ -130,6 +131,12 @@ class PackedPool(PlacedPool):
 
         rows, _ = self.read_kv(layer_id, loc, dtype=dst_dtype or torch.bfloat16)
         return rows[..., : self.format.nope_dim], rows[..., self.format.nope_dim :]
+
+    def driven(self) -> Kind:
+        """Return what a run writes and reads here (`kvdock run`)."""
+        from kvdock_dsv4.trace import rows_kind
+
+        return rows_kind(self)
 
     def _store(self, layer_id: int, loc: torch.Tensor, nope: torch.Tensor, rope: torch.Tensor) -> None:
         if layer_id not in self._parts_of:

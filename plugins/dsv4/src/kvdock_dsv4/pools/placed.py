@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvdock.errors import SlotError
@@ -33,6 +34,13 @@ class PlacedPool(GroupedPool):
             raise SlotError(f"{tgt_loc.numel()} target slots for {src_loc.numel()} source slots; nothing was moved")
         both = (tgt_loc >= 0) & (src_loc >= 0)
         super().move_kv_cache(torch.where(both, tgt_loc, 0), torch.where(both, src_loc, 0))
+
+    def cut_copies(
+        self, copies: Sequence[torch.Tensor], indices: torch.Tensor, start: int, end: int
+    ) -> list[torch.Tensor]:
+        """Return what of the copies of `indices` belongs to ``indices[start:end]``: those that own something there."""
+        first, last = (int((indices[:count] >= 0).sum()) for count in (start, end))
+        return [copy[first:last] for copy in copies]
 
     def _rows_by_view(self, loc: torch.Tensor) -> list[torch.Tensor]:
         """Return the slots of `loc` that own something, for each view; waits for the device once."""

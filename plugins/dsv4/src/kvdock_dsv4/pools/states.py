@@ -21,6 +21,7 @@ from kvdock_dsv4.sizing import INDEX_STATE, state_guard
 
 if TYPE_CHECKING:
     import torch
+    from kvdock.testing.kinds import Kind
 
 STATES = "states"
 
@@ -182,6 +183,12 @@ class CompressStatePool(PlacedPool):
     ) -> None:
         """Raise: states are no keys (`set_states`)."""
         raise self._refuse_kv(layer_id)
+
+    def driven(self) -> Kind:
+        """Return what a run writes and reads here (`kvdock run`)."""
+        from kvdock_dsv4.trace import states_kind
+
+        return states_kind(self)
 
     def _refuse_kv(self, layer_id: int) -> SlotError:
         return SlotError(f"group {self.group.name!r} keeps states of layer {layer_id}, no keys and values")
