@@ -2,8 +2,8 @@
 
 In a page the columns of all its rows come first, then their scales: 576 and 8 bytes for a row of 448 and 64 columns,
 the eighth scale byte being padding. A scale is the smallest power of two that keeps its block inside the 8-bit
-format, as a byte biased by 127, so a block never saturates; a block of zeros has scale 1. NaN stays alone and
-infinities count as the largest float32.
+format, as a byte biased by 127, so a block never saturates; a block of zeros has scale 1. NaN and
+infinities read back as what they are; the rest of an infinity's block reads as if it were the largest float32.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from kvdock.planned import Parts
 from kvdock.pools.grouped import group_of
 from kvdock.queries import PoolQuery
 
+from kvdock_dsv4.geometry import RATIO_OF
 from kvdock_dsv4.model import params_of
 from kvdock_dsv4.packing import ELEMENT, PackedFormat
 from kvdock_dsv4.pools.placed import PlacedPool
@@ -17,6 +18,9 @@ from kvdock_dsv4.pools.placed import PlacedPool
 if TYPE_CHECKING:
     import torch
     from kvdock.testing.kinds import Kind
+
+COMPRESSED = "compressed_latent"
+"""Role of rows that stand for several tokens, so that a layer's two kinds of rows are told apart."""
 
 
 class PackedPool(PlacedPool):
@@ -46,7 +50,7 @@ class PackedPool(PlacedPool):
         return (
             Buffer(
                 name="kv",
-                role="latent",
+                role=COMPRESSED if group.space in RATIO_OF else "latent",
                 space=group.space,
                 unit=Unit.PAGE,
                 shape=(query.space.page_size * found.nbytes,),

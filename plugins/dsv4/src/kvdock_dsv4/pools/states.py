@@ -295,7 +295,7 @@ def _buffer(query: PoolQuery, width: int, dtype: str, guard: int, round_rows_to:
     group = group_of(query)
     return Buffer(
         name=STATES,
-        role="state",
+        role="index_state" if query.kind == INDEX_STATE else "state",
         space=group.space,
         shape=(width,),
         dtype=dtype,
