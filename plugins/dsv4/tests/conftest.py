@@ -1,6 +1,5 @@
 """Configs, plans and caches of DeepSeek V4 that the tests share."""
 
-import hypothesis
 import kvdock
 import pytest
 from kvdock.builder import build
@@ -8,10 +7,6 @@ from kvdock.device import DeviceInfo
 from kvdock.options import make_options, make_parallelism
 from kvdock.startup import core_only
 from kvdock_dsv4 import hooks
-
-hypothesis.settings.register_profile("ci", max_examples=20, deadline=None)
-hypothesis.settings.register_profile("fuzz", max_examples=2000, deadline=None)
-hypothesis.settings.load_profile("ci")
 
 FLASH = {
     "architectures": ["DeepseekV4ForCausalLM"],

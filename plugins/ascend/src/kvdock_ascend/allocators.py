@@ -31,7 +31,7 @@ class Int32Slots(Allocator):
     """Before another allocator: hands out the same slots as int32. Pages are numbered in int64 as everywhere."""
 
     device_types: ClassVar[frozenset[str] | None] = NPU
-    slot_dtype: ClassVar[str] = "int32"
+    slot_dtype = "int32"
 
     def alloc(self, need_size: int, owner: Any = None) -> torch.Tensor | None:
         """Return `need_size` slots, whole pages in order."""

@@ -77,8 +77,6 @@ class NpuMLAPool(StackedPool):
     Replicated on every rank, as latents are.
     """
 
-    layer_pairs = True
-
     def __init__(self, query: PoolQuery, parts: Parts) -> None:
         super().__init__(query, parts)
         self.kv_lora_rank, self.qk_rope_head_dim = common_latent(query)
@@ -150,8 +148,6 @@ class NpuMLAPool(StackedPool):
 
 class NpuDSAPool(NpuMLAPool):
     """Latents, rope parts and the indexer's keys, all of one type and without scales."""
-
-    layer_pairs = False
 
     def __init__(self, query: PoolQuery, parts: Parts) -> None:
         super().__init__(query, parts)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 from kvdock.demand import draft_tokens
-from kvdock.layout import Buffer, LayerGroup
+from kvdock.layout import Buffer
 from kvdock.model import LayerSpec, StateParams
 from kvdock.planned import Parts
 from kvdock.pools import StatePool
@@ -78,16 +78,10 @@ def draft_room(query: PoolQuery) -> int:
 
 
 def laid_out(query: PoolQuery) -> PoolQuery:
-    """Return the query with layers as they lie here; of one that is laid out already, the same."""
-    group = group_of(query)
-    swaps = draft_tokens(query) > 0 and not _is_laid_out(group)
+    """Return the query with layers as they lie here."""
+    group, swaps = group_of(query), draft_tokens(query) > 0
     layers = tuple((layer_id, _layer(layer, swaps)) for layer_id, layer in group.layers)
     return msgspec.structs.replace(query, group=msgspec.structs.replace(group, layers=layers))
-
-
-def _is_laid_out(group: LayerGroup) -> bool:
-    params = group.layers[0][1].params
-    return isinstance(params, StateParams) and params.dense_windows and all(c.channels_last for c in params.conv)
 
 
 def _layer(layer: LayerSpec, swaps: bool) -> LayerSpec:
