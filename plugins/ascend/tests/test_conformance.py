@@ -59,8 +59,9 @@ class TestBothSides(Ascend, SlidingAllocatorSuite):
 class TestSliding(Ascend, SlidingAllocatorSuite):
     allocator_cls = allocators.NpuPureSWAAllocator
     model = msgspec.structs.replace(SLIDING_MODEL, layers=SLIDING_MODEL.layers[:1] * 2)
+    options = {}
 
 
 class TestSlidingSorted(TestSliding):
     allocator_cls = allocators.NpuPureSWASortedAllocator
-    options = {"role": "prefill", "swa_full_tokens_ratio": 1.0}
+    options = {"role": "prefill"}
