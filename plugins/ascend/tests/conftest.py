@@ -20,9 +20,7 @@ DSA = kvdock.LayerSpec(kind="dsa", params=DSAParams(kv_lora_rank=512, qk_rope_he
 SLIDING = msgspec.structs.replace(MHA, window_tokens=127)
 STATE = kvdock.LayerSpec(
     kind="state",
-    params=StateParams(
-        conv=(ConvParams(blocks=(ConvBlock(heads=4, head_dim=16),), kernel=4),), temporal=(4, 8, 16)
-    ),
+    params=StateParams(conv=(ConvParams(blocks=(ConvBlock(heads=4, head_dim=16),), kernel=4),), temporal=(4, 8, 16)),
 )
 """64 channels of 3 inputs, and 4 heads of 8 × 16."""
 MODELS = {
@@ -37,7 +35,14 @@ MODELS = {
 
 def model(kind, **more):
     return kvdock.ModelSpec(
-        **{"name": "m", "architecture": "A", "layers": MODELS[kind], "context_length": 4096, "dtype": "bfloat16", **more}
+        **{
+            "name": "m",
+            "architecture": "A",
+            "layers": MODELS[kind],
+            "context_length": 4096,
+            "dtype": "bfloat16",
+            **more,
+        }
     )
 
 
@@ -46,6 +51,12 @@ def _fake():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture
+def model_of():
+    """Return the function that makes a model of a kind of `MODELS`."""
+    return model
 
 
 @pytest.fixture
@@ -70,8 +81,6 @@ def plan(registry):
     def make(what="mha", device="910b-64gb", budget=2**28, parallel=None, **options):
         chosen = model(what) if what in MODELS else what
         info = device if isinstance(device, kvdock.DeviceInfo) else hooks.device_catalogue()[device]
-        if "weights_bytes" in options:
-            raise TypeError("name a budget")
         return kvdock.plan(
             chosen, device=info, options=options, budget_bytes=budget, registry=registry, parallel=parallel
         )
@@ -94,7 +103,7 @@ def objections(plan):
 @pytest.fixture
 def npu_pool(fake_npu):
     """Return a function that gives a group's pool again, with the kernels of an NPU over the stand-in."""
-    from kvdock_ascend.kernels import NpuKernels
+    from kvdock_ascend.kernels.npu_set import NpuKernels
     from kvdock_ascend.ops import Ops
 
     def make(cache, name=None):

@@ -65,8 +65,12 @@ class TorchNpu:
         require(len({tensor.dtype for tensor in tensors}) == 1, "types that differ")
         require(all(tensor.is_contiguous() for tensor in (*tensors, slot_indices)), "a tensor with gaps")
         for name, rows, cache in (("keys", key, key_cache), ("values", value, value_cache)):
-            require(rows.dim() == 3 and cache.dim() == 4, f"{name} of {rows.dim()} in a cache of {cache.dim()} dimensions")
-            require(rows.shape[0] == slot_indices.shape[0] > 0, f"{rows.shape[0]} {name} for {slot_indices.shape[0]} slots")
+            require(
+                rows.dim() == 3 and cache.dim() == 4, f"{name} of {rows.dim()} in a cache of {cache.dim()} dimensions"
+            )
+            require(
+                rows.shape[0] == slot_indices.shape[0] > 0, f"{rows.shape[0]} {name} for {slot_indices.shape[0]} slots"
+            )
             require(rows.shape[1:] == cache.shape[2:], f"{name} {tuple(rows.shape)} for a cache {tuple(cache.shape)}")
         require(key_cache.shape[:2] == value_cache.shape[:2], "caches of different pages")
         page_size = key_cache.shape[1]

@@ -1,6 +1,9 @@
 """This plugin keeps the promises of kvdock's pools and allocators."""
 
+from typing import ClassVar
+
 import msgspec
+import pytest
 from kvdock.allocators import SWAAllocator
 from kvdock.model import DSAParams, LayerSpec, MLAParams
 from kvdock.testing.suites import SLIDING_MODEL, SMALL_MODEL, AllocatorSuite, PoolSuite, SlidingAllocatorSuite
@@ -34,10 +37,30 @@ class TestDSA(Ascend, PoolSuite):
     model = of_layers(LayerSpec(kind="dsa", params=DSAParams(kv_lora_rank=16, qk_rope_head_dim=8, index_head_dim=8)))
 
 
+class OverOperators:
+    """The same pools with the kernels of an NPU, over a strict stand-in for its operators."""
+
+    @pytest.fixture
+    def pool(self, cache, npu_pool):
+        return npu_pool(cache)[0]
+
+
+class TestMHAOverOperators(OverOperators, TestMHA):
+    page_sizes = (16,)
+
+
+class TestMLAOverOperators(OverOperators, TestMLA):
+    page_sizes = (16,)
+
+
+class TestDSAOverOperators(OverOperators, TestDSA):
+    page_sizes = (16,)
+
+
 class TestAligned(Ascend, PoolSuite):
     pool_cls = NpuDSAPool
     model = TestDSA.model
-    options = {"plugin_options": {"ascend": {"align_transfers": True}}}
+    options: ClassVar = {"plugin_options": {"ascend": {"align_transfers": True}}}
     budget_bytes = 7 * 2**20
 
 
@@ -47,7 +70,7 @@ class TestPages(Ascend, AllocatorSuite):
 
 class TestSorted(Ascend, AllocatorSuite):
     allocator_cls = allocators.NpuSortedAllocator
-    options = {"role": "prefill"}
+    options: ClassVar = {"role": "prefill"}
 
 
 class TestBothSides(Ascend, SlidingAllocatorSuite):
@@ -59,9 +82,9 @@ class TestBothSides(Ascend, SlidingAllocatorSuite):
 class TestSliding(Ascend, SlidingAllocatorSuite):
     allocator_cls = allocators.NpuPureSWAAllocator
     model = msgspec.structs.replace(SLIDING_MODEL, layers=SLIDING_MODEL.layers[:1] * 2)
-    options = {}
+    options: ClassVar = {}
 
 
 class TestSlidingSorted(TestSliding):
     allocator_cls = allocators.NpuPureSWASortedAllocator
-    options = {"role": "prefill"}
+    options: ClassVar = {"role": "prefill"}

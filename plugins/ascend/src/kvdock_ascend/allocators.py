@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 NPU = frozenset({DEVICE_TYPE})
 
 
-class Int32Slots(Allocator):
-    """Before another allocator: hands out the same slots as int32. Pages are numbered in int64 as everywhere."""
+class Int32Slots(PagedAllocator):
+    """Before another allocator of one space: hands out the same slots as int32. Pages are numbered in int64 as everywhere."""
 
     device_types: ClassVar[frozenset[str] | None] = NPU
     slot_dtype = "int32"

@@ -68,6 +68,6 @@ def get_kernels(device: DeviceInfo) -> Kernels | None:
     from kvdock_ascend import ops
 
     operators = ops.load()
-    from kvdock_ascend.kernels import NpuKernels
+    from kvdock_ascend.kernels.npu_set import NpuKernels
 
     return NpuKernels(operators)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -48,6 +49,4 @@ def load() -> Ops:
     from kvdock_ascend import probe
 
     probe.imported()
-    import torch_npu
-
-    return Ops(torch_npu)
+    return Ops(importlib.import_module("torch_npu"))

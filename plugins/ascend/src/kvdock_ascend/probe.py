@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 from kvdock.device import DeviceInfo
@@ -28,7 +29,7 @@ def imported() -> Any:
     except ImportError as error:
         raise PlanError(f"no Ascend device can be used without torch ({_first_line(error)}); {PROFILE}") from error
     try:
-        import torch_npu  # noqa: F401
+        importlib.import_module("torch_npu")
     except (ImportError, OSError) as error:  # OSError: the libraries of CANN are not found
         raise PlanError(
             f"no Ascend device can be used without torch_npu ({_first_line(error)}); install the torch_npu that belongs "
@@ -54,7 +55,9 @@ def find(torch: Any, selector: str) -> DeviceInfo:
             raise PlanError(f"no device ascend:{index} is here: torch_npu finds {_listed(count)}")
         return _described(torch, index)
     except RuntimeError as error:
-        raise PlanError(f"no device ascend:{selector or 0} can be used here: {_first_line(error)}; {PROFILE}") from error
+        raise PlanError(
+            f"no device ascend:{selector or 0} can be used here: {_first_line(error)}; {PROFILE}"
+        ) from error
 
 
 def _described(torch: Any, index: int) -> DeviceInfo:

@@ -21,6 +21,9 @@ PAGE_STEP = 16
 FIA_PAGES = (128, 256, 384, 512)
 """Pages that fused inference attention takes."""
 
+MAX_INDEXER_PAGE = 1024
+"""Tokens of the largest page that the indexer's kernel reads."""
+
 KV_DTYPES = ("bfloat16", "float16")
 """Types of keys and values that kernels read here."""
 
@@ -104,10 +107,6 @@ def _indexer_page(query: PlanQuery) -> str | None:
         f"page_size={page_size}: the indexer of {query.model.name} reads pages of at most {MAX_INDEXER_PAGE} tokens; "
         f"give {PAGE_SIZE}"
     )
-
-
-MAX_INDEXER_PAGE = 1024
-"""Tokens of the largest page that the indexer's kernel reads."""
 
 
 def _dtype(query: PlanQuery) -> str | None:

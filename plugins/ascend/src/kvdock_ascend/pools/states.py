@@ -53,7 +53,8 @@ class NpuStatePool(StatePool):
         """Declare the convolutions, with room for drafts, then the temporal state."""
         params, align = state_params(query), settings.base_align(query)
         wide = {
-            place: conv_shape(query, conv, conv.kernel - 1 + draft_room(query)) for place, conv in enumerate(params.conv)
+            place: conv_shape(query, conv, conv.kernel - 1 + draft_room(query))
+            for place, conv in enumerate(params.conv)
         }
         found = []
         for place, buffer in enumerate(super().state_buffers(query)):
