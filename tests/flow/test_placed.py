@@ -133,7 +133,7 @@ def test_what_requests_own_beside_their_tokens_is_swapped_out_with_them():
 
     class Forgetful(Router):
         def load_request_copy(self, copies, rows):
-            """Leave the ring as its last owner did."""
+            self.parts.pools["ring"].rows[0].view(-1, RING, 8)[rows] = -1
 
     with pytest.raises(WrongValue, match="the ring in slot"):
         run(RingPlugin(router=Forgetful), tokens=64)

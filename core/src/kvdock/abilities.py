@@ -97,6 +97,14 @@ class Awaits(Protocol):
 
 
 @runtime_checkable
+class HoldsMore(Protocol):
+    """An allocator in which requests hold more than their tokens' slots."""
+
+    def release(self, request: Hashable) -> None:
+        """Give back what a request holds beside its tokens."""
+
+
+@runtime_checkable
 class KeepsTiers(Protocol):
     """An allocator whose tokens give back their device rows before their slots, and whose requests hold more."""
 

@@ -33,7 +33,8 @@ class Share(NamedTuple):
 class MappedAllocator(Allocator):
     """Hands out a page of the side with each page of the numbering; a page of the side may be given back earlier.
 
-    Both sides have pages of one size, so a slot keeps its place in its page. A subclass keeps the map and says
+    Both sides have pages of one size, so a slot keeps its place in its page, unless a subclass overrides what depends
+    on that (`available_size`, `verify_growth`). A subclass keeps the map and says
     how it is read, written and erased, page by page; it maps to 0 what has no page beside it. The inner
     allocators are driven by this class alone, through the interface of `Allocator`.
     """
@@ -211,8 +212,9 @@ class MappedAllocator(Allocator):
     ) -> torch.Tensor | None:
         """Return the slots that `take` gets for a verified growth, its new pages mapped; ``None`` if a side is short."""
         pages, part = growth.page_count, share or Share(growth.page_count)
-        size = self.page_size
-        if pages * size > self.numbering.available_size() or part.page_count * size > self.side.available_size():
+        if pages * self.page_size > self.numbering.available_size():
+            return None
+        if part.page_count * self.side.page_size > self.side.available_size():
             return None
         if not pages:
             return take()

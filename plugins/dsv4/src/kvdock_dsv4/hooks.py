@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from kvdock.hookspecs import hookimpl
-from kvdock.layout import FULL, SWA, LayerGroup, Space
+from kvdock.layout import DEVICE, FULL, SWA, LayerGroup, Space
 from kvdock.model import LayerParams, ModelSpec
 from kvdock.queries import (
     AllocatorQuery,
@@ -22,12 +22,14 @@ from kvdock.queries import (
 
 from kvdock_dsv4 import model, objections, settings, sizing
 from kvdock_dsv4.allocators import DSV4Allocator
-from kvdock_dsv4.geometry import C128_STATE
+from kvdock_dsv4.geometry import C4, C128_STATE
+from kvdock_dsv4.pools.hisparse import HiSparsePackedPool
 from kvdock_dsv4.pools.index import IndexPool
 from kvdock_dsv4.pools.packed import PackedPool
 from kvdock_dsv4.pools.router import DSV4Pool
 from kvdock_dsv4.pools.states import CompressStatePool, OnlineStatePool
 from kvdock_dsv4.requests import OnlineDecodeReqToTokenPool, OnlineReqToTokenPool
+from kvdock_dsv4.tiers import DSV4HiSparseAllocator
 
 if TYPE_CHECKING:
     from kvdock.allocators.base import Allocator
@@ -46,6 +48,12 @@ POOLS: Mapping[str, type[Pool]] = MappingProxyType(
     }
 )
 """Kind of a group → the pool that serves it on any device that torch knows."""
+
+
+COMPOSITES: Mapping[frozenset[str], type[Allocator]] = MappingProxyType(
+    {frozenset({FULL, SWA}): DSV4Allocator, frozenset({FULL, SWA, DEVICE}): DSV4HiSparseAllocator}
+)
+"""Spaces that are handed out together → the allocator that keeps them in step."""
 
 
 @hookimpl
@@ -79,14 +87,17 @@ def get_pool_cls(query: PoolQuery) -> type[Pool] | None:
         return DSV4Pool if query.model.family == model.FAMILY else None
     if query.group.space == C128_STATE and settings.is_online(query):
         return OnlineStatePool
+    if query.kind == model.KIND and query.group.space == C4 and query.options.hisparse:
+        return HiSparsePackedPool
     return POOLS.get(query.kind)
 
 
 @hookimpl
 def get_allocator_cls(query: AllocatorQuery) -> type[Allocator] | None:
     """Keep full and sliding slots of this family in step; each of them alone is the core's."""
-    is_ours = query.model.family == model.FAMILY and {space.name for space in query.spaces} == {FULL, SWA}
-    return DSV4Allocator if is_ours else None
+    if query.model.family != model.FAMILY:
+        return None
+    return COMPOSITES.get(frozenset(space.name for space in query.spaces))
 
 
 @hookimpl

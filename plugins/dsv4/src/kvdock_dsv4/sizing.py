@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import msgspec
-from kvdock.demand import decode_extra_rows, page_size_of
+from kvdock.demand import decode_extra_rows, device_buffer_size, page_size_of
 from kvdock.errors import PlanError
 from kvdock.families import groups as core_groups
 from kvdock.layout import (
+    DEVICE,
     FULL,
     REQUESTS,
     SWA,
     LayerGroup,
     SizeRule,
     Space,
+    round_up,
 )
 from kvdock.model import DSAParams, LayerSpec
 from kvdock.options import exact_ratio
@@ -94,6 +96,8 @@ def spaces(query: StateQuery) -> Mapping[str, Space] | None:
     used = {group.space for group in query.all_groups}
     declared = [_full(query), _sliding(query)]
     declared += [_compressed(query, name) for name in RATIO_OF if name in used]
+    if has_host_tier(query):
+        declared.append(_device(query))
     if C4_STATE in used:
         declared.append(_swa_states(query))
     if C128_STATE in used:
@@ -136,6 +140,35 @@ def _compressed(query: StateQuery, name: str) -> Space:
     return Space(name=name, rule=rule, page_size=page, issued_by="derived", options=("page_size",))
 
 
+def has_host_tier(query: StateQuery) -> bool:
+    """Return whether compressed rows of ratio 4 lie on the host: it is asked for, and there are some, on whatever rank."""
+    return bool(query.options.hisparse) and any(group.space == C4 for group in query.all_groups)
+
+
+def device_buffer_slots(query: Query) -> int:
+    """Return the compressed slots from which a request's steps read, in whole pages."""
+    ratio = RATIO_OF[C4]
+    longest = min(device_buffer_size(query), -(-query.context_length // ratio))
+    return round_up(longest, page_size_of(query) // ratio)
+
+
+def _device(query: StateQuery) -> Space:
+    """Return the space of the rows of ratio 4 that are on the device: those of the window, and buffers to read from."""
+    ratio, window = RATIO_OF[C4], _window(query)
+    page = page_size_of(query) // ratio
+    shrink = query.options.hisparse_host_to_device_ratio or 1
+    rule = SizeRule(
+        per_token=(1, ratio * shrink), of=FULL, round_to=page, needs=device_slots_per_request(query, window)
+    )
+    options = ("page_size", "hisparse_host_to_device_ratio", "hisparse_top_k", "hisparse_device_buffer_size")
+    return Space(name=DEVICE, rule=rule, page_size=page, window_tokens=-(-window // ratio), options=options)
+
+
+def device_slots_per_request(query: Query, window_tokens: int) -> int:
+    """Return the device slots that one request takes at most: its buffer, and the rows of its sliding pages."""
+    return device_buffer_slots(query) + core_groups.sliding_floor(query, window_tokens) // RATIO_OF[C4]
+
+
 def _swa_states(query: StateQuery) -> Space:
     """Return the space of states that follow sliding pages: a ring for each *page*, whatever the window is."""
     ring = ring_of(query, RATIO_OF[C4])
@@ -154,6 +187,9 @@ def _request_states(query: StateQuery) -> Space:
 def _requests(query: StateQuery, found: Mapping[str, Space]) -> Space:
     """Return the core's request rows, states by request paid from the same share of the budget as what they hold."""
     space = core_groups.spaces(query)[REQUESTS]
+    if DEVICE in found:
+        caps = (*space.rule.at_most_of, (DEVICE, (1, found[DEVICE].rule.needs)))
+        space = msgspec.structs.replace(space, rule=msgspec.structs.replace(space.rule, at_most_of=caps))
     states = found.get(C128_STATE)
     if states is None or not space.rule.shares:
         return space

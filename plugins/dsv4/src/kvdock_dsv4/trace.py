@@ -11,6 +11,7 @@ from kvdock.testing.patterns import plain, scaled_to_limit
 
 from kvdock_dsv4.geometry import C4_STATE, RATIO_OF, window_of
 from kvdock_dsv4.packing import BLOCK, ELEMENT, ROPE_DTYPE
+from kvdock_dsv4.pools.hisparse import HiSparsePackedPool
 from kvdock_dsv4.pools.index import IndexPool
 from kvdock_dsv4.pools.packed import PackedPool
 from kvdock_dsv4.pools.states import CompressStatePool, OnlineStatePool
@@ -30,6 +31,11 @@ def rows_kind(pool: PackedPool) -> Kind:
         return Kind(lambda _: (part,), _write_compressed, _read_compressed, places=_places_of_groups)
     own = Part(KEY, (1,), patterns)
     return Kind(lambda _: (own,), _write_rows, _read_rows)
+
+
+def tiered_rows_kind(pool: HiSparsePackedPool) -> Kind:
+    """Return how packed rows of two tiers are driven: each goes to the host, and is read where it is."""
+    return rows_kind(pool)._replace(write=_write_tiers, read=_read_tiers)
 
 
 def index_kind(pool: IndexPool) -> Kind:
@@ -65,6 +71,19 @@ def _write_compressed(layer: Layer, where: Where, rows: Rows) -> None:
 
 def _read_compressed(layer: Layer, where: Where) -> Rows:
     return {COMPRESSED_KEY: layer.router.read_extra_key(layer.layer_id, where.slots)}
+
+
+def _write_tiers(layer: Layer, where: Where, rows: Rows) -> None:
+    _write_compressed(layer, where, rows)
+    layer.pool.offload(where.mapped, layer.layer_id)
+
+
+def _read_tiers(layer: Layer, where: Where) -> Rows:
+    import torch
+
+    here = layer.pool.resident(where.mapped)[:, None, None]
+    on_host = layer.pool.read_host(layer.layer_id, where.mapped)
+    return {COMPRESSED_KEY: torch.where(here, _read_compressed(layer, where)[COMPRESSED_KEY], on_host)}
 
 
 def _write_index(layer: Layer, where: Where, rows: Rows) -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class IndexPool(PlacedPool):
     """8-bit keys with a float32 scale, or 4-bit keys with a byte for each 32 columns (`index_dtype`)."""
 
-    features: ClassVar[frozenset[str]] = frozenset({"fp8"})
+    features: ClassVar[frozenset[str]] = frozenset({"fp8", "hisparse"})
     options: ClassVar[frozenset[str]] = frozenset({"index_dtype"})
     kernel_page_slots: ClassVar[int] = 1
     """Keys of a page of the kernels that read them; a plugin whose kernels page by more says so here."""

@@ -30,7 +30,7 @@ class PackedPool(PlacedPool):
     format take the pages of `get_raw_kv_buffer`.
     """
 
-    features: ClassVar[frozenset[str]] = frozenset({"fp8"})
+    features: ClassVar[frozenset[str]] = frozenset({"fp8", "hisparse"})
 
     def __init__(self, query: PoolQuery, parts: Parts) -> None:
         super().__init__(query, parts)

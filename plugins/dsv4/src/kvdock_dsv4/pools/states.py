@@ -49,7 +49,7 @@ class CompressStatePool(PlacedPool):
     ring is handed out: a kernel reads what was written since, and the empty state for what was not.
     """
 
-    features: ClassVar[frozenset[str]] = frozenset({"fp8"})
+    features: ClassVar[frozenset[str]] = frozenset({"fp8", "hisparse"})
     options: ClassVar[frozenset[str]] = frozenset({"state_dtype"})
     parts_of_row: ClassVar[int] = 2
     """Vectors side by side in a state: the row, then its score."""
