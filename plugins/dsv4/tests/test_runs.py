@@ -37,10 +37,11 @@ def arrivals(count, seed, prompt=400, output=80):
         SPECULATIVE,
         ONLINE,
         {"plugin_options": {"dsv4": {"fp4_indexer": True, "state_dtype": "bfloat16"}}},
+        {"hisparse": True, "hisparse_top_k": 48},
         {"role": "decode", "decode_extra_slots": 2, "max_running_requests": 2},
         {"role": "decode", "decode_extra_slots": 2, "max_running_requests": 2, **ONLINE},
     ],
-    ids=["plain", "speculation", "online", "narrow", "decode", "decode-online"],
+    ids=["plain", "speculation", "online", "narrow", "tiers", "decode", "decode-online"],
 )
 def test_what_is_read_back_is_what_was_written(cache, tiny, options):
     found = cache(tiny, 5 * 2**20, **TIGHT, **options)

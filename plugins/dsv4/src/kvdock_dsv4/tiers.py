@@ -53,9 +53,11 @@ class DSV4HiSparseAllocator(MappedAllocator):
         super().__init__(query, parts)
         self.logical = self.logical_cls(_logical(query), parts)
         self.device = parts.allocators[DEVICE]
+        self.full, self.swa, self.full_to_swa = self.logical.full, self.logical.swa, self.logical.full_to_swa
         self.numbering, self.side = self.logical, self.device
         self._tiers = {FULL: self.logical, DEVICE: self.device}
         self.page_size, self.size = self.logical.page_size, self.logical.size
+        self.slot_dtype = self.logical.slot_dtype
         self.c4_to_device: torch.Tensor = parts.tensors.rows(MAP)
         """Page of tokens → page of compressed rows on the device, int64; 0: on the host alone."""
         self._map = self.c4_to_device
@@ -349,7 +351,7 @@ class DSV4HiSparseAllocator(MappedAllocator):
         return self.c4_to_device.index_select(0, pages)
 
     def _write(self, pages: torch.Tensor, words: torch.Tensor) -> None:
-        self.c4_to_device.scatter_(0, pages, words)
+        self.c4_to_device.scatter_(0, pages, words.to(self.c4_to_device.dtype))
 
     def _erase(self, pages: torch.Tensor | None = None) -> None:
         if pages is None:
