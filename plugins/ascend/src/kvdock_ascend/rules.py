@@ -130,16 +130,17 @@ def _foreign_layout(query: PlanQuery) -> str | None:
     """Object to rows that a family lays out for other devices."""
     kinds = {group.name: group.kind for group in query.groups}
     wrong = {
-        kinds[name]: pool.__name__
+        kinds[name]: pool
         for name, pool in query.pools.items()
         if kinds.get(name) not in (None, *CORE_KINDS) and device.DEVICE_TYPE not in (pool.device_types or ())
     }
     if not wrong:
         return None
-    listed = ", ".join(f"{name} (kind {kind})" for kind, name in sorted(wrong.items()))
+    listed = ", ".join(f"{pool.__name__} (kind {kind})" for kind, pool in sorted(wrong.items(), key=lambda item: item[0]))
+    extras = {pool.__module__.partition(".")[0].removeprefix("kvdock_") for pool in wrong.values()}
     return (
-        f"the layout of {listed} is for other devices; for {query.model.family} here "
-        f"pip install 'kvdock-ascend[{query.model.family}]', if it has that family"
+        f"the layout of {listed} is for other devices; a form for this one, if there is any, comes with "
+        f"pip install 'kvdock-ascend[{','.join(sorted(extras))}]'"
     )
 
 
