@@ -154,8 +154,8 @@ def test_rows_of_a_family_for_other_devices_are_refused(registry):
         kvdock.plan(model, device=CARD, budget_bytes=2**26, registry=registry)
     assert (
         "ascend",
-        "the layout of FamilyPool (kind fam_kind) is for other devices; for fam here "
-        "pip install 'kvdock-ascend[fam]', if it has that family",
+        "the layout of FamilyPool (kind fam_kind) is for other devices, and no form for this one is loaded; "
+        "give another device",
     ) in caught.value.objections
 
 

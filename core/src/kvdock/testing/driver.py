@@ -67,7 +67,8 @@ def drive(
     """
     size = chunk or cache.plan.options.values.chunked_prefill_size or DEFAULT_CHUNK
     run = _Run(cache, arrivals, seed, size, step_ms)
-    run.sharing, run.speculating = sharing, speculating
+    is_shared = cache.plan.options.values.prefix_cache is not False  # without one, nothing is kept for others
+    run.sharing, run.speculating = sharing if is_shared else 0.0, speculating
     began = time.perf_counter()
     while run.has_work and (max_steps is None or run.steps < max_steps):
         run.step()

@@ -136,12 +136,13 @@ def _foreign_layout(query: PlanQuery) -> str | None:
     }
     if not wrong:
         return None
-    listed = ", ".join(f"{pool.__name__} (kind {kind})" for kind, pool in sorted(wrong.items(), key=lambda item: item[0]))
-    extras = {pool.__module__.partition(".")[0].removeprefix("kvdock_") for pool in wrong.values()}
-    return (
-        f"the layout of {listed} is for other devices; a form for this one, if there is any, comes with "
-        f"pip install 'kvdock-ascend[{','.join(sorted(extras))}]'"
+    listed = ", ".join(
+        f"{pool.__name__} (kind {kind})" for kind, pool in sorted(wrong.items(), key=lambda item: item[0])
     )
+    packages = {pool.__module__.partition(".")[0] for pool in wrong.values()}
+    extras = sorted(name.removeprefix("kvdock_") for name in packages if name.startswith("kvdock_"))
+    advice = f"pip install 'kvdock-ascend[{','.join(extras)}]'" if extras else "give another device"
+    return f"the layout of {listed} is for other devices, and no form for this one is loaded; {advice}"
 
 
 WORKER_RULES: tuple[Rule, ...] = (_dtype, _bfloat16, _foreign_layout)

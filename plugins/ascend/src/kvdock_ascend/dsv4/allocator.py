@@ -101,9 +101,7 @@ class DSV4NpuAllocator(SWAAllocator):
     ) -> torch.Tensor | None:
         """Return one full slot a request; ``None`` if any space is short."""
         growth, take = lengths.decode_growth(seq_lens_cpu, self.page_size), super().alloc_decode
-        return self._with_others(
-            growth, last_loc, owners, lambda: take(seq_lens, seq_lens_cpu, last_loc, owners)
-        )
+        return self._with_others(growth, last_loc, owners, lambda: take(seq_lens, seq_lens_cpu, last_loc, owners))
 
     def alloc_extend_bundle(
         self,
@@ -236,9 +234,7 @@ class DSV4NpuAllocator(SWAAllocator):
         for name, part in self._others.items():
             part.check(owned[name] * self.page_size)
 
-    def _extended(
-        self, batch: Any, swa_tail_lens: Lens | None, owners: Sequence[Any] | None
-    ) -> torch.Tensor | None:
+    def _extended(self, batch: Any, swa_tail_lens: Lens | None, owners: Sequence[Any] | None) -> torch.Tensor | None:
         growth = lengths.extend_growth((batch[1], batch[3]), batch[5], self.page_size)
         take = super()._extended
         return self._with_others(growth, batch[4], owners, lambda: take(batch, swa_tail_lens, owners))
@@ -325,7 +321,8 @@ def places_in(name: str, prefix: lengths.Ints, seq: lengths.Ints) -> lengths.Int
         count = seq // ratio - prefix // ratio
         first = (prefix // ratio + 1) * ratio - 1
         group = lengths.spread(count * 0, count)
-        return (starts + first - prefix).repeat(count) + group * ratio
+        places: lengths.Ints = (starts + first - prefix).repeat(count) + group * ratio
+        return places
     begin = tail_start(name, seq).clip(prefix, seq)
     return lengths.spread(starts + begin - prefix, seq - begin)
 
@@ -336,8 +333,9 @@ def tail_start(name: str, seq: lengths.Ints) -> lengths.Ints:
     Those of its unfinished group of 128, and for the overlapping groups of 4 the 128 before.
     """
     whole = seq // RATIO_OF[C128] * RATIO_OF[C128]
-    earlier: lengths.Ints = whole - RATIO_OF[C128] if STATE_RATIO[name] == RATIO_OF[C4] else whole
-    return earlier.clip(0)
+    earlier = whole - RATIO_OF[C128] if STATE_RATIO[name] == RATIO_OF[C4] else whole
+    first: lengths.Ints = earlier.clip(0)
+    return first
 
 
 def _both(query: AllocatorQuery) -> AllocatorQuery:

@@ -95,9 +95,7 @@ class Beside:
                     is_new = (begins <= turn) & (turn < ends)
                     index = np.where(is_new, offset + turn + 1, 0)[request]
                     cell = rows[:, column.first + turn]
-                    rows[:, column.first + turn] = torch.where(
-                        self._tensor(index) > 0, new[self._tensor(index)], cell
-                    )
+                    rows[:, column.first + turn] = torch.where(self._tensor(index) > 0, new[self._tensor(index)], cell)
                 continue
             step = self._page_size // column.period
             block = place // column.period

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvdock.errors import PluginError, SlotError
-from kvdock.layout import SWA
 from kvdock.planned import Parts
 from kvdock.queries import PoolQuery
-from kvdock_dsv4.geometry import C4, C4_STATE, C128_STATE, RATIO_OF
+from kvdock_dsv4.geometry import C4_STATE, C128_STATE, RATIO_OF
 from kvdock_dsv4.model import KIND
 from kvdock_dsv4.pools.router import DSV4Pool
 from kvdock_dsv4.sizing import INDEX, INDEX_STATE, STATE
@@ -77,7 +76,8 @@ class DSV4NpuPool(DSV4Pool):
         Raises:
             SlotError: the layer compresses nothing.
         """
-        return self.compressed_pool(layer_id).get_key_buffer(layer_id)
+        rows: torch.Tensor = self.compressed_pool(layer_id).get_key_buffer(layer_id)
+        return rows
 
     def get_index_k_with_scale_buffer(self, layer_id: int) -> torch.Tensor:
         """Raise: keys and scales are two tensors here, those of `index_pool`."""

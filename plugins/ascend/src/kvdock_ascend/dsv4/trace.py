@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvdock.testing.kinds import INDEX_KEY, KEY, Kind, Layer, Part, Rows, Tokens, Where
-from kvdock.testing.patterns import plain
+from kvdock.testing.patterns import Pattern, plain
 from kvdock_dsv4.geometry import RATIO_OF, window_of
 from kvdock_dsv4.model import params_of
 
 from kvdock_ascend.dsv4.spaces import STATE_RATIO
+
+INT8_LIMIT = 127
 
 if TYPE_CHECKING:
     import torch
@@ -17,8 +19,8 @@ if TYPE_CHECKING:
 
     from kvdock_ascend.dsv4.pools import NpuCompressStatePool, NpuIndexPool, NpuRowsPool
 
-STEPS = 127
-"""Values of a driven index key are whole steps of its scale, and the largest is this many."""
+CODES = tuple(float(code) for code in range(-8, 8))
+"""Steps of a driven index key; its first column is the largest that 8 bits hold, so its scale is a power of two."""
 
 
 def rows_kind(pool: NpuRowsPool) -> Kind:
@@ -37,8 +39,9 @@ def states_kind(pool: NpuCompressStatePool) -> Kind:
 
 
 def index_kind(pool: NpuIndexPool) -> Kind:
-    """Return how index keys are driven: as a column that says the sign, so that any scale keeps it."""
-    part = Part(INDEX_KEY, (), (plain(pool.index_head_dim, "bfloat16"),))
+    """Return how index keys are driven: one for each group of tokens, as whole steps of a scale."""
+    steps = Pattern(pool.index_head_dim, block=pool.index_head_dim, top=float(INT8_LIMIT), codes=CODES)
+    part = Part(INDEX_KEY, (), (steps,))
     return Kind(lambda _: (part,), _write_index, _read_index, places=_places)
 
 
