@@ -11,7 +11,7 @@ CARD = device.catalogue()["910b-64gb"]
 def test_pages_have_128_tokens_unless_the_user_says_otherwise(plan):
     """L-15: resolved once, the user before the plugin, and the plan says whose it was."""
     ours = plan()
-    assert ours.page_size == 128 if hasattr(ours, "page_size") else ours.outline.options.values.page_size == 128
+    assert ours.outline.options.values.page_size == 128
     assert ours.outline.options.sources["page_size"] == "ascend"
     theirs = plan(page_size=64)
     assert theirs.outline.options.values.page_size == 64

@@ -249,6 +249,8 @@ class DSV4NpuAllocator(SWAAllocator):
     ) -> torch.Tensor | None:
         """Return what `take` gets of full and sliding slots, with pages of all other spaces; all of them or nothing."""
         self._verify_begun(growth, owners)
+        if not growth.page_count:
+            return take()
         needs = self._beside.needs(growth)
         if any(count * self.page_size > self._others[name].available_size() for name, count in needs.items()):
             return None
@@ -257,9 +259,8 @@ class DSV4NpuAllocator(SWAAllocator):
         if found is None:
             return None
         try:
-            if growth.page_count:
-                pages = found if are_pages else self._new_pages(found, growth).to(self._map.dtype)
-                self._take_others(needs, pages, growth, last_loc)
+            pages = found if are_pages else self._new_pages(found, growth).to(self._map.dtype)
+            self._take_others(needs, pages, growth, last_loc)
         except BaseException:
             self.restore_state(before)
             raise

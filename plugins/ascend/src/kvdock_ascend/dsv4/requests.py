@@ -36,7 +36,8 @@ class DSV4NpuReqToTokenPool(ReqToTokenPool):
     """Five tables more, int32, written with the slots of the tokens: `tables` by the name of the space.
 
     Sliding slots and states have a column a token, compressed rows one for each 4 and 128 tokens. Of states the tail
-    alone is written, 0 before it. What a row held before it was handed out stays until it is written.
+    alone is written, 0 before it. What a row held before it was handed out stays until it is written, and so does what
+    left the window since.
     """
 
     device_types: ClassVar[frozenset[str] | None] = frozenset({DEVICE_TYPE})
