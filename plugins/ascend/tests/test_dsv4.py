@@ -87,8 +87,13 @@ def test_what_the_form_does_not_have_is_refused(planned, dsv4_objections):
     online = dsv4_objections(plugin_options={"dsv4": {"online_compress": True}})
     assert "online_compress=true is no form" in online["ascend.dsv4"]
     # A-15: there is no host tier here, so no buffers that could run out.
-    with pytest.raises(kvdock.PlanError):
+    with pytest.raises(kvdock.PlanError, match="hisparse=true keeps rows on the host, which no kernel of 910c reads"):
         planned(hisparse=True)
+
+
+def test_one_request_is_one_request(planned):
+    """U-06"""
+    assert planned(max_running_requests=1).max_running_requests == 1
 
 
 def test_a_plan_is_the_same_read_from_a_file(planned, dsv4_registry):

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from kvdock.demand import page_size_of
 from kvdock.errors import nearest
 from kvdock.layout import TARGET
-from kvdock.queries import PlanQuery
+from kvdock.queries import PlanQuery, Query
 
 from kvdock_ascend import device, settings
 
@@ -63,12 +63,13 @@ def prefill_only_objections(query: PlanQuery) -> tuple[str, ...]:
     )
 
 
+def unread(query: Query, option: str) -> str:
+    """Return why an option of `UNREAD` is refused."""
+    return f"{option}=true {UNREAD[option]}, which no kernel of {query.device.name} reads; leave {option} out"
+
+
 def _unread(query: PlanQuery) -> list[str]:
-    return [
-        f"{option}=true {what}, which no kernel of {query.device.name} reads; leave {option} out"
-        for option, what in UNREAD.items()
-        if getattr(query.options, option)
-    ]
+    return [unread(query, option) for option in UNREAD if getattr(query.options, option)]
 
 
 def _unknown_backend(query: PlanQuery) -> str | None:

@@ -6,10 +6,13 @@ from collections.abc import Mapping
 
 import msgspec
 from kvdock.demand import decode_extra_rows, page_size_of
+from kvdock.errors import PlanError
 from kvdock.layout import FULL, REQUESTS, Ratio, SizeRule, Space
 from kvdock.queries import Query, StateQuery
 from kvdock_dsv4 import sizing
 from kvdock_dsv4.geometry import C4, C4_STATE, C128, C128_STATE, RATIO_OF
+
+from kvdock_ascend import rules
 
 STATE_RATIO = {C4_STATE: RATIO_OF[C4], C128_STATE: RATIO_OF[C128]}
 """Space of states → tokens that the rows made of them stand for."""
@@ -20,7 +23,12 @@ def spaces(query: StateQuery) -> Mapping[str, Space] | None:
 
     A page of compressed rows belongs to one request, so each request may have one that is not full. States have a
     fixed number of pages a request, which its newest tokens share in turn.
+
+    Raises:
+        PlanError: a host tier is asked for, whose spaces and rows are the family's for other devices.
     """
+    if query.options.hisparse:
+        raise PlanError(rules.unread(query, "hisparse"))
     found = sizing.spaces(query)
     if found is None:
         return None
