@@ -60,7 +60,7 @@ SEED ?= $(shell date +%s)
 
 fuzz: $(VENV)/.tools
 	@echo "seed $(SEED)"
-	$(BIN)/python -m pytest -W error -n $(JOBS) --dist load -v tests/fuzz \
+	$(BIN)/python -m pytest -W error -n $(JOBS) --dist load -v tests/fuzz $(wildcard plugins/*/tests/fuzz) \
 	    --hypothesis-profile fuzz --hypothesis-seed $(SEED) || { echo "failed with SEED=$(SEED)"; exit 1; }
 
 # Planning needs no torch: the same tests without it, on each interpreter that is installed. Tests that need torch,

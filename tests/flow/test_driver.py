@@ -6,6 +6,7 @@ import kvdock
 import msgspec
 import pytest
 from kvdock.errors import PlanError, SlotError
+from kvdock.testing.kinds import Tokens
 from kvdock.testing.trace import Arrival, seeded
 
 torch = pytest.importorskip("torch")
@@ -350,12 +351,16 @@ def test_a_slot_of_another_request_is_found_out(monkeypatch):
 # The values themselves.
 
 
+def tokens_at(slots, positions):
+    return Tokens(slots, positions, *(torch.zeros_like(slots) for _ in range(3)))
+
+
 def test_values_of_two_tokens_layers_sides_or_attempts_differ_in_most_columns():
     cache = built(mha(), mha(), debug=False)
     values = Values(cache, seed=0)
     pool = cache.token_to_kv_pool
     salts = torch.tensor([values.salt(0, 0), values.salt(0, 0), values.salt(1, 0), values.salt(0, 1)])
-    values.write(salts, torch.tensor([7, 8, 7, 7]), torch.tensor([1, 2, 3, 4]))
+    values.write(salts, tokens_at(torch.tensor([1, 2, 3, 4]), torch.tensor([7, 8, 7, 7])))
     rows = [pool.get_key_buffer(layer)[slot, 0].flatten() for layer in (0, 1) for slot in (1, 2, 3, 4)]
     rows += [pool.get_value_buffer(0)[slot, 0].flatten()[:32] for slot in (1, 2, 3, 4)]
     for one, other in itertools.combinations(rows, 2):
@@ -369,6 +374,6 @@ def test_values_of_two_tokens_layers_sides_or_attempts_differ_in_most_columns():
 def test_values_use_all_integers_that_a_type_holds_exactly_and_no_others(dtype, integers):
     cache = built(mha(), kv_cache_dtype=dtype, debug=False)
     slots = torch.arange(1, 200)
-    Values(cache, seed=0).write(torch.zeros_like(slots), slots, slots)
+    Values(cache, seed=0).write(torch.zeros_like(slots), tokens_at(slots, slots))
     written = cache.token_to_kv_pool.get_key_buffer(0)[1:200].to(torch.float32).flatten()
     assert sorted(set(written.tolist())) == list(range(integers))

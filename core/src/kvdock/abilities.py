@@ -75,6 +75,17 @@ class KeepsStates(Protocol):
 
 
 @runtime_checkable
+class KeepsByRequest(Protocol):
+    """A pool in which requests own more than their tokens do, by their row of the request table."""
+
+    def get_request_copy(self, rows: torch.Tensor) -> list[torch.Tensor]:
+        """Return host copies of what request rows own beside their tokens."""
+
+    def load_request_copy(self, copies: Sequence[torch.Tensor], rows: torch.Tensor) -> None:
+        """Write what `get_request_copy` returned to request rows, which may be others."""
+
+
+@runtime_checkable
 class Awaits(Protocol):
     """A request pool of a decode worker: requests arrive before they run."""
 
@@ -83,6 +94,14 @@ class Awaits(Protocol):
 
     def start(self, requests: Sequence[Hashable]) -> list[int] | None:
         """Let requests run that have arrived."""
+
+
+@runtime_checkable
+class HoldsMore(Protocol):
+    """An allocator in which requests hold more than their tokens' slots."""
+
+    def release(self, request: Hashable) -> None:
+        """Give back what a request holds beside its tokens."""
 
 
 @runtime_checkable

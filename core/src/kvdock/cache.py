@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING
 
-from kvdock.abilities import Awaits, Evicts, HoldsStates, KeepsStates, KeepsTiers, TakesTails
+from kvdock.abilities import Awaits, Evicts, HoldsMore, HoldsStates, KeepsStates, KeepsTiers, TakesTails
 from kvdock.allocators.debug import held_states as named_states
 from kvdock.allocators.lengths import on_host, require_integers, to_device, to_host
 from kvdock.allocators.window import swa_tail_start
@@ -258,7 +258,7 @@ class KVCache:
         span = Span(request, row, start, int(table.lengths[row]))
         self._free_tokens(span)
         try:
-            if isinstance(self._allocator, KeepsTiers):
+            if isinstance(self._allocator, HoldsMore):
                 self._allocator.release(request)
             table.free(request)
         except BaseException:

@@ -51,7 +51,7 @@ class Allocator(Planned, abc.ABC):
     * O(k): alloc and free cost what they hand over, whatever the capacity.
     * Counts come from the host (`*_cpu`, lists, ints); no call but `free` waits for the device.
     * ``free + live == capacity`` (`check`); slot 0 (page 0) is padding and never handed out.
-    * Returned slots are int64, on the allocator's device, and share no storage with it.
+    * Returned slots are of `slot_dtype`, on the allocator's device, and share no storage with it.
     * Owned by one thread; nothing locks.
 
     With ``debug`` a double free, a free of a slot never handed out and a call from another thread raise
@@ -59,6 +59,8 @@ class Allocator(Planned, abc.ABC):
     undefined, and `available_size` still never exceeds the capacity.
     """
 
+    slot_dtype: str = "int64"
+    """Integer type of the slots that are handed out; page numbers are int64 whatever it is."""
     page_size: int
     """Tokens of one page; 1 for token allocators."""
     size: int

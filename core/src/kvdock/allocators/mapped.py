@@ -33,7 +33,8 @@ class Share(NamedTuple):
 class MappedAllocator(Allocator):
     """Hands out a page of the side with each page of the numbering; a page of the side may be given back earlier.
 
-    Both sides have pages of one size, so a slot keeps its place in its page. A subclass keeps the map and says
+    Both sides have pages of one size, so a slot keeps its place in its page, unless a subclass overrides what depends
+    on that (`available_size`, `verify_growth`). A subclass keeps the map and says
     how it is read, written and erased, page by page; it maps to 0 what has no page beside it. The inner
     allocators are driven by this class alone, through the interface of `Allocator`.
     """
@@ -219,8 +220,8 @@ class MappedAllocator(Allocator):
 
     def _has_room(self, pages: int, side_pages: int) -> bool:
         """Return whether both sides can hand out so many pages, together."""
-        size = self.page_size
-        return pages * size <= self.numbering.available_size() and side_pages * size <= self.side.available_size()
+        own, beside = self.numbering.available_size(), self.side.available_size()
+        return pages * self.page_size <= own and side_pages * self.side.page_size <= beside
 
     def _in_step(
         self,

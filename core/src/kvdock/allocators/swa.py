@@ -56,6 +56,7 @@ class SWAAllocator(MappedAllocator):
         self.page_size = window.common_page_size(query)
         self.full, self.swa = parts.allocators[FULL], parts.allocators[SWA]
         self.numbering, self.side = self.full, self.swa
+        self.slot_dtype = self.full.slot_dtype
         self._tiers = {FULL: self.full, SWA: self.swa}
         self.size = self.full.size
         self.full_to_swa = self._map = parts.tensors.rows("full_to_swa")

@@ -244,6 +244,15 @@ class Pool(Planned, abc.ABC):
     def load_cpu_copy(self, copies: Sequence[torch.Tensor], indices: torch.Tensor) -> None:
         """Write what `get_cpu_copy` returned to the slots `indices`; bit-identical."""
 
+    def cut_copies(
+        self, copies: Sequence[torch.Tensor], indices: torch.Tensor, start: int, end: int
+    ) -> list[torch.Tensor]:
+        """Return what of the copies of the slots `indices` belongs to ``indices[start:end]``; changes nothing.
+
+        Those slots may be others' by now. Here every token has one row in each copy.
+        """
+        return [copy[start:end] for copy in copies]
+
     @abc.abstractmethod
     def buffer_infos(self) -> list[BufferInfo]:
         """Describe every per-token tensor, buffer by buffer, layer by layer."""

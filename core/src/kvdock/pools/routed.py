@@ -240,10 +240,20 @@ class RoutedPool(Pool):
         for name, (share, slots) in self._shares(copies, indices).items():
             self.token_parts[name].verify_copies(share, slots)
 
-    def _shares(
-        self, copies: Sequence[torch.Tensor], indices: torch.Tensor
-    ) -> dict[str, tuple[Sequence[torch.Tensor], torch.Tensor]]:
-        """Return the copies and the slots of each part.
+    def cut_copies(
+        self, copies: Sequence[torch.Tensor], indices: torch.Tensor, start: int, end: int
+    ) -> list[torch.Tensor]:
+        """Return what of the copies of the slots `indices` belongs to ``indices[start:end]``, part after part."""
+        found: list[torch.Tensor] = []
+        first = 0
+        for name, count in self._counts(copies, indices).items():
+            share, slots = copies[first : first + count], self.slots_for(name, indices)
+            found += self.token_parts[name].cut_copies(share, slots, start, end)
+            first += count
+        return found
+
+    def _counts(self, copies: Sequence[torch.Tensor], indices: torch.Tensor) -> dict[str, int]:
+        """Return how many of the copies are each part's.
 
         Raises:
             SlotError: another number of copies than the parts return.
@@ -254,9 +264,19 @@ class RoutedPool(Pool):
                 f"{len(copies)} copies for {sum(counts.values())} tensors of the parts "
                 f"{', '.join(counts)}; load what get_cpu_copy of the same pool returned"
             )
+        return counts
+
+    def _shares(
+        self, copies: Sequence[torch.Tensor], indices: torch.Tensor
+    ) -> dict[str, tuple[Sequence[torch.Tensor], torch.Tensor]]:
+        """Return the copies and the slots of each part.
+
+        Raises:
+            SlotError: another number of copies than the parts return.
+        """
         shares: dict[str, tuple[Sequence[torch.Tensor], torch.Tensor]] = {}
         start = 0
-        for name, count in counts.items():
+        for name, count in self._counts(copies, indices).items():
             shares[name] = (copies[start : start + count], self.checked_slots_for(name, indices))
             start += count
         return shares

@@ -62,13 +62,13 @@ class AllocatorSuite(Suite):
         assert allocator.alloc(page) is None
 
     def test_slots_of_a_page_are_consecutive(self, allocator: Allocator) -> None:
-        """Slots come as int64, page by page, each page in order."""
+        """Slots come in the class's type, page by page, each page in order."""
         import torch
 
         page = allocator.page_size
         found = allocator.alloc(3 * page)
         assert found is not None
-        assert found.dtype == torch.int64
+        assert found.dtype == getattr(torch, allocator.slot_dtype)
         for start in range(0, 3 * page, page):
             first = int(found[start])
             assert first % page == 0

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from kvdock.errors import PlanError, SlotError
 from kvdock.requests.decode import DecodeReqToTokenPool
+from kvdock.testing.kinds import Tokens
 from kvdock.testing.moves import Moves
 from kvdock.testing.report import Progress, Report
 from kvdock.testing.slots import Part, Piece, Request, Slots, parts_of, refuse_nothing
@@ -67,7 +68,8 @@ def drive(
     """
     size = chunk or cache.plan.options.values.chunked_prefill_size or DEFAULT_CHUNK
     run = _Run(cache, arrivals, seed, size, step_ms)
-    run.sharing, run.speculating = sharing, speculating
+    is_shared = cache.plan.options.values.prefix_cache is not False  # without one, nothing is kept for others
+    run.sharing, run.speculating = sharing if is_shared else 0.0, speculating
     began = time.perf_counter()
     while run.has_work and (max_steps is None or run.steps < max_steps):
         run.step()
@@ -274,6 +276,7 @@ class _Run:
             request.lost = request.saved.lost
             self.slots.skip(request, request.saved.first)
             self.states.load(request, request.saved.states)
+            self.slots.load_rows(request, request.saved)
         elif self.rng.random() < self.sharing:
             self.shared_tokens += self.slots.share(request)
             self.tiers.adopt(request)
@@ -321,7 +324,11 @@ class _Run:
         own = [request.salts(found) for (request, _), found in zip(parts, positions, strict=True)]
         others = [torch.full_like(found, salt) for found, salt in zip(positions, salts, strict=False)]
         slots = torch.cat([part for _, part in parts]).to(torch.int64)
-        self.values.write(torch.cat(others or own), torch.cat(positions), slots, at)
+        counts = torch.tensor([p.numel() for _, p in parts], device=slots.device)
+        of_requests = torch.tensor([(r.row, r.length + p.numel(), r.readable) for r, p in parts], device=slots.device)
+        rows, lengths, firsts = of_requests.repeat_interleave(counts, 0).unbind(1)
+        tokens = Tokens(slots, torch.cat(positions), rows, lengths, firsts)
+        self.values.write(torch.cat(others or own), tokens, at)
 
     def _load(self, request: Request, slots: torch.Tensor) -> None:
         """Bring a request's next tokens back from the host."""
@@ -340,7 +347,10 @@ class _Run:
         batch = [request for request in batch if not self.tiers.holds_buffer(request)]
         if not batch:
             return
-        ahead = self.rng.randint(1, MAX_DRAFTS)
+        most = self.values.most_ahead
+        if most == 0:
+            return
+        ahead = self.rng.randint(1, MAX_DRAFTS if most is None else min(most, MAX_DRAFTS))
         pieces = [(request, min(ahead, request.total - request.length)) for request in batch]
         before, allocator = self.slots.available(), self.slots.allocator
         state = allocator.backup_state()
@@ -393,7 +403,8 @@ class _Run:
         kept = where[where >= self.slots.first_kept(request)]
         slots = table[request.row, kept].to(torch.int64)
         seen = (request.readable, request.length - new)
-        self.values.check(request.name, request.salts(kept), seen, kept, slots)
+        of_request = (torch.full_like(kept, n) for n in (request.row, request.length, request.readable))
+        self.values.check(request.name, request.salts(kept), seen, Tokens(slots, kept, *of_request))
 
     def _check_all(self, request: Request) -> None:
         """Compare all that a request has in the cache."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from kvdock import dtypes
 from kvdock.layout import TARGET, LayerGroup
@@ -98,16 +98,45 @@ class Where(NamedTuple):
     at: tuple[str, torch.Tensor] | None = None
 
 
+class Tokens(NamedTuple):
+    """Tokens, int64 ``[n]`` each: their slots and positions, and of each one's request the row and more.
+
+    `lengths` are the tokens that the request then has, `firsts` the first token whose sliding slots hold what was
+    written.
+    """
+
+    slots: torch.Tensor
+    positions: torch.Tensor
+    rows: torch.Tensor
+    lengths: torch.Tensor
+    firsts: torch.Tensor
+
+
 Rows = dict[str, "torch.Tensor"]
 """Rows of tokens by the name of their part."""
 
 
 class Kind(NamedTuple):
-    """What layers of one kind keep (``None``: a view of the pool tells), and how it is written and read."""
+    """What layers of one kind keep, and how it is written and read.
+
+    `places` is for kinds in which not every token has a row, or keeps it: it says where the rows of tokens lie in
+    the layer's own space, 0 where there is none (any more). Those that have one are written and compared. `ahead`
+    are the tokens that a request may write beyond its own and take back; ``None``: any number.
+    """
 
     parts: Callable[[Pool], tuple[Part, ...]]
     write: Callable[[Layer, Where, Rows], None]
     read: Callable[[Layer, Where], Rows]
+    places: Callable[[Layer, Tokens], torch.Tensor] | None = None
+    ahead: int | None = None
+
+
+@runtime_checkable
+class Driven(Protocol):
+    """A pool of a kind that a plugin invented: it says what a run writes and reads for each token."""
+
+    def driven(self) -> Kind:
+        """Return what the layers of this pool keep."""
 
 
 def layers_of(cache: KVCache) -> Iterator[Layer]:
@@ -116,10 +145,10 @@ def layers_of(cache: KVCache) -> Iterator[Layer]:
     for group in outline.groups:
         pool, space = cache.pools[group.name], outline.spaces[group.space]
         holds = any(buffer.is_kv for plan in cache.plan.groups if plan.name == group.name for buffer in plan.buffers)
-        # A state belongs to a request, so no token has a place in it.
-        if not holds or space.issued_by == "request_pool":
+        kind = pool.driven() if isinstance(pool, Driven) else KINDS.get(group.kind, HEADS)
+        # A state belongs to a request, so no token has a place in it, unless its kind tells which.
+        if not holds or (space.issued_by == "request_pool" and kind.places is None):
             continue
-        kind = KINDS.get(group.kind, HEADS)
         router = cache.token_to_kv_pool if group.worker == TARGET else cache.drafts[group.worker]
         common = router, pool, group.worker
         parts, mapped = kind.parts(pool), group.space != outline.numbering

@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from kvdock.abilities import KeepsByRequest
 from kvdock.errors import PlanError
 from kvdock.layout import TARGET
 from kvdock.testing.owners import KEPT, Owners
@@ -41,13 +42,18 @@ class Prefix:
 
 
 class Saved(NamedTuple):
-    """A request on the host: copies of its tokens ``first … length``, by worker, and of its state."""
+    """A request on the host: copies of its tokens ``first … length``, which had `slots`, by worker, and of its state.
+
+    `by_row` are copies of what it owns beside its tokens, by worker.
+    """
 
     first: int
     length: int
     lost: int
+    slots: torch.Tensor
     copies: dict[str, list[torch.Tensor]]
     states: Copies
+    by_row: dict[str, list[torch.Tensor]]
 
 
 class Request:
@@ -313,15 +319,25 @@ class Slots:
         slots = self._row(request)[first:]
         host = self.tiers.host_of(request, first, slots.shape[0])
         copies = {worker: pool.get_cpu_copy(slots, *host) for worker, pool in self._pools().items()}
-        return Saved(first, request.length, request.readable, copies, self.states.save(request))
+        row = self._tensor([request.row])
+        by_row = {worker: pool.get_request_copy(row) for worker, pool in self._by_request().items()}
+        return Saved(first, request.length, request.readable, slots, copies, self.states.save(request), by_row)
 
     def load(self, request: Request, saved: Saved, slots: torch.Tensor) -> None:
         """Write what was saved of a request's next tokens to `slots`."""
         start = request.length - saved.first
         host = self.tiers.host_of(request, request.length, slots.shape[0])
         for worker, pool in self._pools().items():
-            copies = [copy[start : start + slots.shape[0]] for copy in saved.copies[worker]]
+            copies = pool.cut_copies(saved.copies[worker], saved.slots, start, start + slots.shape[0])
             pool.load_cpu_copy(copies, slots, *host)
+
+    def load_rows(self, request: Request, saved: Saved) -> None:
+        """Write what was saved of a request beside its tokens to its row, which may be another one."""
+        pools = self._by_request()
+        if pools:
+            self.cache.prepare_states()  # a fresh row is cleared first, not what is loaded
+        for worker, pool in pools.items():
+            pool.load_request_copy(saved.by_row[worker], self._tensor([request.row]))
 
     def first_kept(self, request: Request) -> int:
         """Return the first token whose slot in the request table is still the request's."""
@@ -329,6 +345,9 @@ class Slots:
 
     def _pools(self) -> dict[str, Any]:
         return {TARGET: self.cache.token_to_kv_pool, **self.cache.drafts}
+
+    def _by_request(self) -> dict[str, KeepsByRequest]:
+        return {worker: pool for worker, pool in self._pools().items() if isinstance(pool, KeepsByRequest)}
 
     def _row(self, request: Request) -> torch.Tensor:
         import torch

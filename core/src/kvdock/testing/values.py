@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvdock.errors import KVDockError
-from kvdock.testing.kinds import Layer, Part, Where, layers_of
+from kvdock.testing.kinds import Layer, Part, Tokens, Where, layers_of
 
 if TYPE_CHECKING:
     import torch
@@ -49,7 +49,10 @@ class Values:
         self.seed = seed
         self.layers = tuple(layers_of(cache))
         self.owners = tuple(layer for layer in self.layers if layer.layer_id == layer.owner)
-        self._is_mapped = any(layer.is_mapped for layer in self.layers)
+        self._is_mapped = any(layer.is_mapped and layer.kind.places is None for layer in self.layers)
+        limits = [layer.kind.ahead for layer in self.layers if layer.kind.ahead is not None]
+        self.most_ahead: int | None = min(limits, default=None)
+        """Tokens that a request may write beyond its own and take back; ``None``: any number."""
         self._widest = max((part.width for layer in self.owners for part in layer.parts), default=0)
         self.checks = 0
 
@@ -61,27 +64,34 @@ class Values:
     def write(
         self,
         salts: torch.Tensor,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
+        tokens: Tokens,
         at: tuple[str, torch.Tensor] | None = None,
     ) -> None:
-        """Write what tokens (int64 ``[n]`` each) keep to every layer that owns buffers; `at` as in `Where`."""
-        tokens = hashed_bytes(salts, positions, self._widest)
+        """Write what tokens keep to every layer that owns buffers; `at` as in `Where`."""
+        slots = tokens.slots
+        hashed = hashed_bytes(salts, tokens.positions, self._widest)
         where = Where(slots, self._mapped(slots), at)
         for layer in self.owners:
-            written = [part for part in layer.parts if not part.front_of]
-            rows = {part.name: self._expected(layer, part, tokens).to(layer.model_dtype) for part in written}
-            layer.kind.write(layer, where if layer.is_mapped else Where(slots, slots, at), rows)
+            if layer.kind.places is not None:
+                places = layer.kind.places(layer, tokens)
+                has_row = places > 0
+                self._write_layer(layer, hashed[has_row], Where(slots[has_row], places[has_row]))
+            else:
+                self._write_layer(layer, hashed, where if layer.is_mapped else Where(slots, slots, at))
+
+    def _write_layer(self, layer: Layer, hashed: torch.Tensor, where: Where) -> None:
+        written = [part for part in layer.parts if not part.front_of]
+        rows = {part.name: self._expected(layer, part, hashed).to(layer.model_dtype) for part in written}
+        layer.kind.write(layer, where, rows)
 
     def check(
         self,
         request: int,
         salts: torch.Tensor,
         seen: tuple[int, int],
-        positions: torch.Tensor,
-        slots: torch.Tensor,
+        found: Tokens,
     ) -> None:
-        """Compare the tokens `positions` ``[n]`` (ascending) of a request, written with `salts`, in every layer.
+        """Compare the tokens `found` (positions ascending) of a request, written with `salts`, in every layer.
 
         `seen` is the first token that was not given back, and the token that looks: layers with a window
         are compared from the later of the first and the oldest that it sees.
@@ -92,17 +102,26 @@ class Values:
         import torch
 
         evicted, looking = seen
-        for start in range(0, len(positions), BLOCK_TOKENS):
-            here = slice(start, start + BLOCK_TOKENS)
-            block, found = positions[here], slots[here]
-            tokens = hashed_bytes(salts[here], block, self._widest)
-            mapped = self._mapped(found)
+        for start in range(0, len(found.positions), BLOCK_TOKENS):
+            block = Tokens(*(column[start : start + BLOCK_TOKENS] for column in found))
+            tokens = hashed_bytes(salts[start : start + BLOCK_TOKENS], block.positions, self._widest)
+            mapped = self._mapped(block.slots)
             for layer in self.layers:
+                if layer.kind.places is not None:
+                    self._check_placed(layer, request, block, tokens)
+                    continue
                 first = 0
                 if layer.window is not None:
-                    first = int(torch.searchsorted(block, max(evicted, looking - layer.window)))
-                where = Where(found[first:], (mapped if layer.is_mapped else found)[first:])
-                self._check_layer(layer, request, block[first:], tokens[first:], where)
+                    first = int(torch.searchsorted(block.positions, max(evicted, looking - layer.window)))
+                where = Where(block.slots[first:], (mapped if layer.is_mapped else block.slots)[first:])
+                self._check_layer(layer, request, block.positions[first:], tokens[first:], where)
+
+    def _check_placed(self, layer: Layer, request: int, block: Tokens, tokens: torch.Tensor) -> None:
+        if layer.kind.places is not None:
+            places = layer.kind.places(layer, block)
+            has_row = places > 0
+            where = Where(block.slots[has_row], places[has_row])
+            self._check_layer(layer, request, block.positions[has_row], tokens[has_row], where)
 
     def compare(self, layer: Layer, request: int, salts: torch.Tensor, positions: torch.Tensor, where: Where) -> None:
         """Compare tokens of a request, written with `salts`, in one layer, as many as memory takes at once.

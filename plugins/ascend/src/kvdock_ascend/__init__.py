@@ -1,0 +1,3 @@
+"""Ascend devices for kvdock."""
+
+__version__ = "0.1.0"

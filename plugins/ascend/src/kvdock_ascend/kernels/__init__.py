@@ -1,0 +1,1 @@
+"""Kernels of an NPU: the only modules with torch at the top."""

@@ -1,0 +1,109 @@
+"""What speaks against a plan of DeepSeek V4: each rule answers a reason or ``None``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvdock.demand import page_size_of
+from kvdock.layout import TARGET
+from kvdock.queries import PlanQuery
+
+from kvdock_dsv4.geometry import C128, RATIO_OF
+from kvdock_dsv4.model import FAMILY
+from kvdock_dsv4.settings import PAGE_SIZE, PLUGIN, STATE_DTYPES, is_online, state_dtype
+
+Rule = Callable[[PlanQuery], str | None]
+
+FIXED_PAGE_DEVICES = frozenset({"cuda"})
+"""Device types whose kernels of this family read pages of 256 tokens alone."""
+CHAIN_ALGORITHMS = frozenset({"EAGLE"})
+"""Algorithms whose drafts an online state follows, with one branch."""
+
+
+def objections(query: PlanQuery) -> tuple[str, ...]:
+    """Return every objection to a plan; to one of another family only that it has no use for this plugin's settings."""
+    if query.worker != TARGET:
+        return ()
+    rules = RULES if query.model.family == FAMILY else (_unused_settings,)
+    return tuple(reason for rule in rules if (reason := rule(query)) is not None)
+
+
+def prefill_only_objections(query: PlanQuery) -> tuple[str, ...]:
+    """Return the objection to working without a cache: compression reads its own states."""
+    if query.worker != TARGET or query.model.family != FAMILY:
+        return ()
+    return (
+        f"{query.model.name} compresses what its cache holds, and only plain keys and values can be left out; "
+        "leave prefill_only_disable_kv_cache out",
+    )
+
+
+def _unused_settings(query: PlanQuery) -> str | None:
+    if not (query.options.plugin_options or {}).get(PLUGIN):
+        return None
+    return f"plugin_options[{PLUGIN!r}] is for DeepSeek V4, and {query.model.name} is none; leave it out"
+
+
+def _page_of_groups(query: PlanQuery) -> str | None:
+    page, ratio = page_size_of(query), RATIO_OF[C128]
+    if page % ratio == 0:
+        return None
+    return f"page_size={page} does not divide into groups of {ratio} tokens, which share a row; give {PAGE_SIZE}"
+
+
+def _page_of_kernels(query: PlanQuery) -> str | None:
+    page, device = page_size_of(query), query.device.device_type
+    if device not in FIXED_PAGE_DEVICES or page == PAGE_SIZE or page % RATIO_OF[C128]:
+        return None
+    return f"page_size={page} is not what the kernels of {device} read for DeepSeek V4; give page_size={PAGE_SIZE}"
+
+
+def _online_dtype(query: PlanQuery) -> str | None:
+    if not is_online(query) or state_dtype(query) == STATE_DTYPES[0]:
+        return None
+    return (
+        f"online_compress keeps a running sum in float32, not in {state_dtype(query)}; give state_dtype=float32, or "
+        "online_compress=false"
+    )
+
+
+def _online_drafts(query: PlanQuery) -> str | None:
+    algorithm, topk = query.options.speculative_algorithm, query.options.speculative_topk or 1
+    if not is_online(query) or algorithm is None or (algorithm in CHAIN_ALGORITHMS and topk == 1):
+        return None
+    return (
+        f"online_compress follows one chain of drafts, not speculative_algorithm={algorithm} with "
+        f"speculative_topk={topk}; give EAGLE with speculative_topk=1, or online_compress=false"
+    )
+
+
+def _all_layers_slide(query: PlanQuery) -> str | None:
+    if query.options.hybrid_swa != "off":
+        return None
+    return f"hybrid_swa=off keeps every token in full, and {query.model.name} has no such layers; leave hybrid_swa out"
+
+
+def _no_unified_memory(query: PlanQuery) -> str | None:
+    if not query.options.unified_memory:
+        return None
+    return (
+        "unified_memory=true moves pages, and with one of DeepSeek V4 goes a ring of states; leave unified_memory out"
+    )
+
+
+def _no_arrivals_with_tiers(query: PlanQuery) -> str | None:
+    if not query.options.hisparse or query.options.role != "decode":
+        return None
+    return "hisparse=true has no place on the device for prompts that arrive (role=decode); give one of the two"
+
+
+RULES: tuple[Rule, ...] = (
+    _page_of_groups,
+    _page_of_kernels,
+    _online_dtype,
+    _online_drafts,
+    _all_layers_slide,
+    _no_unified_memory,
+    _no_arrivals_with_tiers,
+)
+"""In the order in which they are reported."""

@@ -1,0 +1,1 @@
+"""KV pools of DeepSeek V4."""

@@ -1,0 +1,220 @@
+"""Compressed rows of ratio 4 in two tiers: sizes, what is on the device, buffers, copies."""
+
+import inspect
+
+import pytest
+from kvdock.errors import PluginError, SlotError, UnsupportedCombination
+from kvdock_dsv4.allocators import DSV4Allocator
+from kvdock_dsv4.tiers import DSV4HiSparseAllocator
+
+torch = pytest.importorskip("torch")
+torch.set_num_threads(1)
+
+from kvdock.planned import Parts  # noqa: E402
+from kvdock_dsv4.pools.hisparse import HiSparsePackedPool  # noqa: E402
+
+GIB40 = 40 * 2**30
+TIERS = {"hisparse": True, "hisparse_top_k": 64}
+C4 = 1
+
+
+@pytest.fixture
+def tiered(cache):
+    return cache(budget_bytes=2**23, **TIERS)
+
+
+def test_the_device_holds_a_share_and_the_host_all_of_the_rows(plan, flash):
+    found = plan(flash, GIB40, max_running_requests=64, hisparse=True, hisparse_host_to_device_ratio=4)
+    n = found.spaces["full"]
+    assert found.spaces["c4"] == n // 4  # of index keys, and of host rows
+    assert found.spaces["device"] == n // 16 // 64 * 64
+    kept = {b.name: b for g in found.groups if g.name == "c4" for b in g.buffers}
+    assert (kept["kv"].space, kept["kv"].memory) == ("device", "device")
+    assert (kept["kv_host"].space, kept["kv_host"].memory) == ("c4", "pinned")
+    assert kept["kv_host"].nbytes == found.host_bytes - sum(
+        b.nbytes for b in found.tables if b.memory in ("host", "pinned")
+    )
+    assert kept["kv"].nbytes == 21 * (found.spaces["device"] // 64 + 1) * 37440
+
+
+def test_a_higher_ratio_holds_more_tokens_and_the_request_limit_is_the_full_sides(plan, flash):
+    # A-14: the limit of one request is the same with a host tier and without
+    plain = plan(flash, GIB40, max_running_requests=16)
+    tiers = plan(flash, GIB40, max_running_requests=16, hisparse=True, hisparse_host_to_device_ratio=4)
+    assert tiers.max_total_num_tokens > plain.max_total_num_tokens
+    assert tiers.max_request_tokens == plain.max_request_tokens == tiers.max_length() == 1_048_576
+
+
+def test_requests_are_no_more_than_buffers(plan, small):
+    # A-15: 8,192 slots hold three padded buffers of 2,112
+    options = {"hisparse": True, "hisparse_top_k": 1024, "hisparse_device_buffer_size": 2048, "page_size": 256}
+    model = small | {"max_position_embeddings": 8192}
+    found = plan(model, 2**28, max_total_tokens=8192 * 8, **options)
+    each = found.outline.spaces["device"].rule.needs
+    assert found.spaces["device"] == 8192
+    assert each == 2048 + 512 // 4  # the buffer, and the rows of the pages on which a window can lie
+    assert found.max_running_requests == 8192 // each == 3
+
+
+def test_what_is_not_served_with_tiers_is_refused(plan, small):
+    with pytest.raises(UnsupportedCombination, match="no place on the device for prompts that arrive"):
+        plan(small, max_running_requests=2, role="decode", **TIERS)
+    with pytest.raises(UnsupportedCombination, match="hisparse"):
+        no_index = small | {"compress_ratios": [0, 128, 128, 0]}
+        plan(no_index, max_running_requests=2, **TIERS)
+
+
+def test_the_wrapper_forwards_every_capability(tiered):
+    # A-14: whatever the logical allocator offers, but for tails, which only decode workers take
+    offered = {name for name, _ in inspect.getmembers(DSV4Allocator, callable) if not name.startswith("_")}
+    missing = {name for name in offered if not hasattr(DSV4HiSparseAllocator, name)}
+    assert missing == {"alloc_extend_swa_tail", "swa_pages_needed"}
+    allocator = tiered.token_to_kv_pool_allocator
+    assert (allocator.page_size, allocator.device.page_size) == (256, 64)
+    assert not {name for name in vars(allocator.logical) if not name.startswith("_")} - set(vars(allocator))
+    assert allocator.size == allocator.logical.size == tiered.plan.max_total_num_tokens
+
+
+def admitted(found, name, tokens):
+    slots = found.admit(name, tokens)
+    pool = found.pools["c4"]
+    ends = found.token_to_kv_pool.translate_loc_from_full_to_compressed(slots, 4)
+    return slots, ends[ends >= 0], pool
+
+
+def write(pool, loc, seed=0):
+    rows = torch.randn(len(loc), 1, 80, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    pool.set_kv_buffer(C4, loc, rows)
+    return pool.read_kv(C4, loc)[0]
+
+
+def test_rows_are_on_the_device_until_their_tokens_leave_the_window(tiered):
+    _, loc, pool = admitted(tiered, "a", 600)
+    written = write(pool, loc)
+    assert pool.resident(loc).all()
+    pool.offload(loc)
+    free = tiered.token_to_kv_pool_allocator.device_available_size()
+    tiered.evict(["a"], [511])  # one page left the window, the second not all of it
+    assert pool.resident(loc).tolist() == [False] * 64 + [True] * 86
+    assert tiered.token_to_kv_pool_allocator.device_available_size() == free + 64
+    assert pool.read_host(C4, loc).equal(written)
+    assert pool.read_kv(C4, loc[64:])[0].equal(written[64:])
+
+
+def test_a_buffer_brings_rows_back_and_goes_with_its_request(tiered):
+    _, loc, pool = admitted(tiered, "a", 600)
+    written, allocator = write(pool, loc), tiered.token_to_kv_pool_allocator
+    pool.offload(loc, C4)
+    tiered.evict(["a"], [512])
+    slots = allocator.alloc_device_buffer("a", 64)
+    more = allocator.grow_device_buffer("a", 128)
+    assert slots.shape == more.shape == (64,)
+    row = tiered.req_to_token_pool.row_of("a")
+    assert allocator.req_to_device_buffer[row].equal(torch.cat((slots, more)))
+    pool.swap_in(loc[:64], slots, C4)
+    assert pool.read_device(C4, slots).equal(written[:64])
+    with pytest.raises(SlotError, match="holds a device buffer already"):
+        allocator.alloc_device_buffer("a")
+    tiered.release("a")
+    tiered.check(held=torch.zeros(0, dtype=torch.int64))
+    assert not allocator.req_to_device_buffer.any()
+    assert allocator.device_available_size() == allocator.device.size
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda a: a.alloc_device_buffer("nobody"), "has no row"),
+        (lambda a: a.alloc_device_buffer("a", 0), "has 1 … 128 slots, not 0"),
+        (lambda a: a.alloc_device_buffer("a", 129), "has 1 … 128 slots, not 129"),
+        (lambda a: a.grow_device_buffer("a", 64), "holds no device buffer"),
+        (lambda a: a.restore_state(None), "not made by this allocator"),
+        (lambda a: a.resize({"device": 64}), "are live"),
+    ],
+)
+def test_misuse_of_tiers_changes_nothing(tiered, call, message):
+    admitted(tiered, "a", 300)
+    before = tiered.token_to_kv_pool_allocator.device_available_size()
+    with pytest.raises(SlotError, match=message):
+        call(tiered.token_to_kv_pool_allocator)
+    assert tiered.token_to_kv_pool_allocator.device_available_size() == before
+
+
+def test_buffers_are_taken_back_with_what_was_allocated_beside_them(tiered):
+    slots, _, _ = admitted(tiered, "a", 300)
+    allocator = tiered.token_to_kv_pool_allocator
+    state, free = allocator.backup_state(), allocator.device_available_size()
+    allocator.alloc_device_buffer("a", 64)
+    allocator.alloc(256)
+    allocator.restore_state(state)
+    assert allocator.device_available_size() == free
+    allocator.check(slots)
+    assert allocator.alloc_device_buffer("a", 64) is not None
+
+
+def test_copies_bring_rows_back_wherever_they_were(tiered):
+    slots, loc, pool = admitted(tiered, "a", 600)
+    written = write(pool, loc)
+    pool.offload(loc)
+    tiered.evict(["a"], [256])
+    copies = tiered.token_to_kv_pool.get_cpu_copy(slots)
+    tiered.release("a")
+    _, loc, _ = admitted(tiered, "b", 600)
+    tiered.token_to_kv_pool.load_cpu_copy(copies, tiered.req_to_token_pool.req_to_token[2, :600].long())
+    assert pool.read_kv(C4, loc)[0].equal(written)
+    assert pool.read_host(C4, loc).equal(written)
+
+
+def test_moves_take_host_rows_and_what_is_resident_of_both(tiered):
+    slots, loc, pool = admitted(tiered, "a", 256)
+    written = write(pool, loc)
+    pool.offload(loc)
+    target, there, _ = admitted(tiered, "b", 256)
+    tiered.token_to_kv_pool.move_kv_cache(target, slots)
+    assert pool.read_kv(C4, there)[0].equal(written)
+    assert pool.read_host(C4, there).equal(written)
+
+
+def test_transfers_are_told_of_both_tiers(tiered):
+    infos = [(i.name, i.layer_id, i.space) for i in tiered.pools["c4"].buffer_infos()]
+    assert infos == [("kv", 1, "device"), ("kv", 3, "device"), ("kv_host", 1, "c4"), ("kv_host", 3, "c4")]
+
+
+def test_a_pool_of_two_tiers_needs_an_allocator_that_knows_them(cache, tiered):
+    pool = tiered.pools["c4"]
+    fields = {name: getattr(pool.parts, name) for name in pool.parts.__struct_fields__}
+    plain = cache().token_to_kv_pool_allocator
+    with pytest.raises(PluginError, match="needs an allocator that knows compressed rows on the device"):
+        HiSparsePackedPool(pool.query, Parts(**fields | {"allocator": plain}))
+
+
+def test_planned_bytes_are_allocated_bytes_on_both_sides(tiered):
+    assert tiered.allocated_bytes() == tiered.plan.total_bytes
+    assert tiered.host_bytes() == tiered.plan.host_bytes > 0
+
+
+def test_frees_of_every_form_give_back_all_that_lies_beside(tiered):
+    allocator = tiered.token_to_kv_pool_allocator
+    at_first = allocator.full_available_size(), allocator.swa_available_size(), allocator.device_available_size()
+    for give in (
+        lambda slots: allocator.free(slots),
+        lambda slots: allocator.free_pages(slots[::256] // 256),
+        lambda slots: (allocator.free_swa(slots[:512]), allocator.free(slots)),
+        lambda slots: (allocator.free_swa_pages(slots[::256] // 256), allocator.free_pages(slots[::256] // 256, False)),
+    ):
+        give(allocator.alloc(3 * 256))
+        assert at_first == (
+            allocator.full_available_size(),
+            allocator.swa_available_size(),
+            allocator.device_available_size(),
+        )
+        allocator.check(torch.zeros(0, dtype=torch.int64))
+    allocator.free_group_begin()
+    slots = allocator.alloc(2 * 256)
+    allocator.free(slots[:256])
+    allocator.free(slots[256:])
+    allocator.free_group_end()
+    allocator.check(torch.zeros(0, dtype=torch.int64))
+    allocator.resize({"full": 2048, "swa": 1024, "device": 256})
+    assert (allocator.size, allocator.device_available_size()) == (2048, 256)
+    allocator.clear()
