@@ -322,7 +322,7 @@ class AllocatorSuite(Suite):
         asks: list[Callable[[], torch.Tensor | None]] = [lambda: batch.try_extend([(0, 3)]), batch.try_decode]
         for ask in asks:
             slots = allocated_tensor(ask())
-            assert str(slots.dtype) == "torch.int64"
+            assert str(slots.dtype) == f"torch.{batch.allocator.slot_dtype}"
             kept = slots.clone()
             slots.zero_()
             held = [slot for owned in batch.requests.values() for slot in owned]
