@@ -16,13 +16,18 @@ from kvdock.errors import PlanError, UnsupportedCombination
 from kvdock.plugins import resolve
 from kvdock.startup import core_only
 from kvdock.testing.mocks import MOCK_DEVICE, add_mocks
+from kvdock_ascend import hooks as ascend
+from kvdock_ascend.variants import dsv4 as ascend_dsv4
 from kvdock_cuda import hooks as cuda
+from kvdock_dsv4 import hooks as dsv4
+from kvdock_rocm import hooks as rocm
 
 ROOT = Path(__file__).parents[2]
 TABLE = json.loads((Path(__file__).parent / "expected.json").read_text(encoding="utf-8"))
 PAGE = ROOT / "docs" / "reference" / "matrix.md"
 HARDWARE = ("cpu", "mock", "cuda", "rocm", "ascend")
-SELECTORS = {"rocm": "rocm:mi300x", "ascend": "ascend:910b"}
+VENDORS = {"cuda": (cuda, "cuda:h200"), "rocm": (rocm, "rocm:mi300x"), "ascend": (ascend, "ascend:910b-64gb")}
+"""Hardware → its plugin and the device that is planned for."""
 
 FAMILIES = {
     "MHA": "llama-3.1-8b",
@@ -36,6 +41,9 @@ FAMILIES = {
     "chunked": "llama-4-scout",
     "DeepSeek V4": "deepseek-v4-flash",
 }
+
+PAGES = {"DeepSeek V4": 256}
+"""Family → the page that it needs; 64 serves all others."""
 
 DRAFT = {
     "architectures": ["LlamaForCausalLM"],
@@ -116,8 +124,11 @@ def registry_of(hardware):
     registry = core_only()
     if hardware == "mock":
         add_mocks(registry, family=False, variant=False)
-    if hardware == "cuda":
-        registry.add(cuda, name="cuda", tier="hardware")
+    if hardware in VENDORS:
+        registry.add(VENDORS[hardware][0], name=hardware, tier="hardware")
+    registry.add(dsv4, name="dsv4", tier="family")
+    if hardware == "ascend":
+        registry.add(ascend_dsv4, name="ascend.dsv4", tier="variant")
     return registry
 
 
@@ -126,7 +137,7 @@ def device_of(hardware, registry):
         return CPU
     if hardware == "mock":
         return msgspec.structs.replace(MOCK_DEVICE, total_bytes=2**40, free_before_load_bytes=2**40, free_bytes=2**40)
-    return resolve.find_device(registry, SELECTORS.get(hardware, "h200"))
+    return resolve.find_device(registry, VENDORS[hardware][1])
 
 
 def cell(hardware, family, feature):
@@ -144,10 +155,15 @@ def cell(hardware, family, feature):
 def plan_of(device, family, feature, registry):
     if feature in ABLE:
         device = msgspec.structs.replace(device, capabilities=(*device.capabilities, ABLE[feature]))
-    options = {"page_size": 64, "max_running_requests": 8, **FEATURES[feature]}
+    options = {"page_size": PAGES.get(family, 64), "max_running_requests": 8, **FEATURES[feature]}
     config = ROOT / "tests" / "models" / f"{FAMILIES[family]}.json"
     return kvdock.plan(
-        config, device=device, options=options, parallel=SIZES.get(feature), budget_bytes=2**37, registry=registry
+        config,
+        device=device,
+        options=options,
+        parallel=SIZES.get(feature),
+        budget_bytes=min(2**37, device.free_bytes),
+        registry=registry,
     )
 
 
