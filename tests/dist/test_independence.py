@@ -1,10 +1,6 @@
 """Each plugin's wheel beside the core's, and none, and all, where neither torch nor a device is: nothing falls back."""
 
 import json
-import os
-import subprocess
-import sys
-import venv
 from pathlib import Path
 
 import pytest
@@ -12,56 +8,30 @@ import pytest
 pytestmark = pytest.mark.dist
 
 ROOT = Path(__file__).parents[2]
-SOURCES = {"core": ROOT / "core", "cuda": ROOT / "plugins" / "cuda", "rocm": ROOT / "plugins" / "rocm"}
+SOURCES = {"kvdock": ROOT / "core", **{f"kvdock_{name}": ROOT / "plugins" / name for name in ("cuda", "rocm")}}
 DEVICES = {"cuda": "h200", "rocm": "mi300x"}
-MODEL = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 512,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 2048,
-    "torch_dtype": "bfloat16",
-}
-
-
-def run(*command, cwd=None):
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("KVDOCK_", "PYTHONPATH"))}
-    words = [str(part) for part in command]
-    return subprocess.run(words, cwd=cwd, env=environment, capture_output=True, text=True, check=False, timeout=280)
-
-
-def checked(*command, cwd=None):
-    done = run(*command, cwd=cwd)
-    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
-
 
 @pytest.fixture(scope="module")
-def clean(tmp_path_factory):
+def clean(shell, tmp_path_factory):
     """A folder with a model, an environment with the core's wheel alone, and the wheels of the plugins."""
     folder = tmp_path_factory.mktemp("alone")
-    checked(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", folder, *SOURCES.values())
-    wheels = {name: next(folder.glob(f"kvdock{'' if name == 'core' else '_' + name}-*.whl")) for name in SOURCES}
-    venv.create(folder / "env", with_pip=True)
-    scripts = folder / "env" / ("Scripts" if os.name == "nt" else "bin")
-    checked(scripts / "python", "-m", "pip", "install", "-q", wheels["core"])
-    (folder / "model.json").write_text(json.dumps(MODEL), encoding="utf-8")
+    wheels = shell.build(folder, SOURCES)
+    scripts = shell.environment(folder, wheels["kvdock"])
+    (folder / "model.json").write_text(json.dumps(shell.plain), encoding="utf-8")
     return folder, scripts, wheels
 
 
 @pytest.fixture(scope="module", params=["", "cuda", "rocm", "cuda rocm"], ids=lambda names: names or "core alone")
-def installed(request, clean):
+def installed(request, shell, clean):
     """The names of the plugins that are installed, and what runs a command there."""
     folder, scripts, wheels = clean
     names = request.param.split()
     pip = (scripts / "python", "-m", "pip")
-    checked(*pip, "uninstall", "-q", "-y", *(f"kvdock-{name}" for name in DEVICES))
+    shell.checked(*pip, "uninstall", "-q", "-y", *(f"kvdock-{name}" for name in DEVICES))
     if names:
-        checked(*pip, "install", "-q", *(wheels[name] for name in names))
-    checked(*pip, "check")
-    return names, lambda *words: run(scripts / "kvdock", *words, cwd=folder)
+        shell.checked(*pip, "install", "-q", *(wheels[f"kvdock_{name}"] for name in names))
+    shell.checked(*pip, "check")
+    return names, lambda *words: shell.run(scripts / "kvdock", *words, cwd=folder)
 
 
 def test_just_the_installed_plugins_are_there_and_load(installed):

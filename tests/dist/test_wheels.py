@@ -1,10 +1,6 @@
 """The built wheels, in a clean environment without torch: what they hold, and that a stranger's plugin takes part."""
 
 import json
-import os
-import subprocess
-import sys
-import venv
 import zipfile
 from pathlib import Path
 
@@ -17,16 +13,6 @@ DISTRIBUTIONS = {
     "kvdock": ROOT / "core",
     "kvdock_cuda": ROOT / "plugins" / "cuda",
     "kvdock_acme": ROOT / "examples" / "kvdock-acme",
-}
-PLAIN = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 512,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 2048,
-    "torch_dtype": "bfloat16",
 }
 SLIDING = {
     "architectures": ["GptOssForCausalLM"],
@@ -43,40 +29,17 @@ SLIDING = {
 }
 
 
-def _run(*command, cwd=None):
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("KVDOCK_", "PYTHONPATH"))}
-    return subprocess.run(
-        [str(part) for part in command],
-        cwd=cwd,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=280,
-    )
-
-
-def _checked(*command, cwd=None):
-    done = _run(*command, cwd=cwd)
-    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
+@pytest.fixture(scope="module")
+def wheels(shell, tmp_path_factory):
+    return shell.build(tmp_path_factory.mktemp("wheels"), DISTRIBUTIONS)
 
 
 @pytest.fixture(scope="module")
-def wheels(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("wheels")
-    _checked(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", folder, *DISTRIBUTIONS.values())
-    return {name: next(folder.glob(f"{name}-*.whl")) for name in DISTRIBUTIONS}
-
-
-@pytest.fixture(scope="module")
-def clean(wheels, tmp_path_factory):
+def clean(shell, wheels, tmp_path_factory):
     """The scripts folder of an environment that holds the three wheels and what they require, outside the checkout."""
     folder = tmp_path_factory.mktemp("clean")
-    venv.create(folder / "env", with_pip=True)
-    scripts = folder / "env" / ("Scripts" if os.name == "nt" else "bin")
-    _checked(scripts / "python", "-m", "pip", "install", "-q", *wheels.values())
-    for name, config in (("plain", PLAIN), ("sliding", SLIDING)):
+    scripts = shell.environment(folder, *wheels.values())
+    for name, config in (("plain", shell.plain), ("sliding", SLIDING)):
         (folder / f"{name}.json").write_text(json.dumps(config), encoding="utf-8")
     return folder, scripts
 
@@ -101,64 +64,64 @@ def test_the_suites_are_shipped(wheels):
         assert {"kvdock/testing/suites.py", "kvdock/testing/__init__.py"} <= set(wheel.namelist())
 
 
-def test_a_plugin_can_be_started_from_the_wheel(clean, tmp_path):
+def test_a_plugin_can_be_started_from_the_wheel(shell, clean, tmp_path):
     folder, scripts = clean
-    said = _checked(scripts / "python", "-m", "kvdock.testing", "new", "zeta", "--out", tmp_path, cwd=folder)
+    said = shell.checked(scripts / "python", "-m", "kvdock.testing", "new", "zeta", "--out", tmp_path, cwd=folder)
     assert said.startswith(f"wrote {tmp_path / 'kvdock-zeta'} (10 files); next:")
     assert (tmp_path / "kvdock-zeta" / "src" / "kvdock_zeta" / "py.typed").exists()
 
 
-def test_the_clean_environment_is_sound_and_has_no_torch(clean):
+def test_the_clean_environment_is_sound_and_has_no_torch(shell, clean):
     folder, scripts = clean
-    _checked(scripts / "python", "-m", "pip", "check")
-    assert "No module named 'torch'" in _run(scripts / "python", "-c", "import torch", cwd=folder).stderr
-    where = _checked(scripts / "python", "-c", "import kvdock; print(kvdock.__file__)", cwd=folder)
+    shell.checked(scripts / "python", "-m", "pip", "check")
+    assert "No module named 'torch'" in shell.run(scripts / "python", "-c", "import torch", cwd=folder).stderr
+    where = shell.checked(scripts / "python", "-c", "import kvdock; print(kvdock.__file__)", cwd=folder)
     assert str(ROOT) not in where
 
 
-def test_installed_plugins_are_listed(clean):
+def test_installed_plugins_are_listed(shell, clean):
     folder, scripts = clean
-    listed = _checked(scripts / "kvdock", "plugins", "--check", cwd=folder)
+    listed = shell.checked(scripts / "kvdock", "plugins", "--check", cwd=folder)
     assert "acme" in listed
     assert "cuda" in listed
 
 
-def _plan(clean, model, *arguments):
+def _plan(shell, clean, model, *arguments):
     folder, scripts = clean
-    return json.loads(_checked(scripts / "kvdock", "plan", f"{model}.json", *arguments, "--json", cwd=folder))
+    return json.loads(shell.checked(scripts / "kvdock", "plan", f"{model}.json", *arguments, "--json", cwd=folder))
 
 
-def test_an_installed_plugin_is_claimed_on_its_device(clean):
-    plan = _plan(clean, "plain", "--device", "acme-1")
+def test_an_installed_plugin_is_claimed_on_its_device(shell, clean):
+    plan = _plan(shell, clean, "plain", "--device", "acme-1")
     assert [group["pool_cls"] for group in plan["groups"]] == [{"plugin": "acme", "name": "AcmePool"}]
     assert plan["allocator_cls"] == {"plugin": "acme", "name": "AcmeAllocator"}
     assert plan["spaces"]["full"] % 16 == 0
-    assert plan["total_bytes"] <= plan["inputs"]["budget"]["nbytes"] == int(0.9 * 15 * 2**30)
+    assert plan["total_bytes"] <= plan["budget"]["nbytes"] == int(0.9 * 15 * 2**30)
 
 
-def test_an_installed_plugin_is_claimed_inside_the_sliding_composite(clean):
-    plan = _plan(clean, "sliding", "--device", "acme-1")
+def test_an_installed_plugin_is_claimed_inside_the_sliding_composite(shell, clean):
+    plan = _plan(shell, clean, "sliding", "--device", "acme-1")
     pools = {group["space"]: group["pool_cls"] for group in plan["groups"]}
     acme = {"plugin": "acme", "name": "AcmePool"}
     assert pools == {"full": acme, "swa": acme}
     assert plan["allocator_cls"]["plugin"] == "core"
 
 
-def test_another_device_is_not_touched_by_it(clean):
-    plan = _plan(clean, "plain", "--device", "h200", "--tp", "2")
+def test_another_device_is_not_touched_by_it(shell, clean):
+    plan = _plan(shell, clean, "plain", "--device", "h200", "--tp", "2")
     assert [group["pool_cls"]["plugin"] for group in plan["groups"]] == ["core"]
 
 
-def test_a_page_that_the_device_cannot_read_is_refused_in_one_line_and_advice(clean):
+def test_a_page_that_the_device_cannot_read_is_refused_in_one_line_and_advice(shell, clean):
     folder, scripts = clean
-    done = _run(scripts / "kvdock", "plan", "plain.json", "--device", "acme-1", "--page-size", "24", cwd=folder)
+    done = shell.run(scripts / "kvdock", "plan", "plain.json", "--device", "acme-1", "--page-size", "24", cwd=folder)
     assert done.returncode == 2
     assert "page_size=24 is no multiple of 16; give 16, 32 or 64" in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_the_device_is_unknown_without_the_plugin(clean):
+def test_the_device_is_unknown_without_the_plugin(shell, clean):
     folder, scripts = clean
-    done = _run(scripts / "kvdock", "plan", "plain.json", "--device", "acme-1", "--no-plugin", "acme", cwd=folder)
+    done = shell.run(scripts / "kvdock", "plan", "plain.json", "--device", "acme-1", "--no-plugin", "acme", cwd=folder)
     assert done.returncode == 2
     assert "acme-1" in done.stderr
