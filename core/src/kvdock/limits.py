@@ -86,7 +86,7 @@ def _token_factor(outline: Outline, solution: Solution, tokens: int) -> str:
 
 def _raises_tokens(outline: Outline, bound: str) -> tuple[str, ...]:
     """Return what lets a cache hold more tokens, by what stopped their growth."""
-    if bound in ("max_total_tokens", "host_budget_bytes", "cap_tokens"):
+    if bound in (CAP, "host_budget_bytes", "cap_tokens"):
         return (bound,)
     if bound == "max_running_requests · context_length":
         return ("max_running_requests", "context_length")

@@ -2,7 +2,8 @@
 
 import kvdock
 import pytest
-from kvdock_rocm import rules, settings
+from kvdock.hardware import BACKEND_OPTIONS
+from kvdock_rocm import settings
 
 NVIDIA = kvdock.DeviceInfo(
     device_type="cuda",
@@ -79,7 +80,7 @@ def test_an_encoding_of_another_chip_is_refused(objections, device):
     ]
 
 
-@pytest.mark.parametrize("option", rules.BACKEND_OPTIONS)
+@pytest.mark.parametrize("option", BACKEND_OPTIONS)
 def test_a_backend_that_nobody_has_is_refused_with_the_nearest(objections, option):
     (reason,) = objections("mha", **{option: "aitr"})
     assert reason.startswith(

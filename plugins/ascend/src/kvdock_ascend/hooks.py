@@ -7,6 +7,7 @@ from typing import Any
 
 from kvdock.allocators import Allocator
 from kvdock.device import DeviceInfo
+from kvdock.hardware import is_ordinal
 from kvdock.hookspecs import hookimpl
 from kvdock.kernels.interface import Kernels
 from kvdock.pools.base import Pool
@@ -27,7 +28,7 @@ def device_catalogue() -> Mapping[str, DeviceInfo]:
 @hookimpl
 def probe_device(selector: str) -> DeviceInfo | None:
     """Describe ``ascend:N`` as torch_npu sees it; without a number, torch's current device."""
-    return probe.find(probe.imported(), selector) if probe.is_number(selector) else None
+    return probe.find(probe.imported(), selector) if is_ordinal(selector) else None
 
 
 @hookimpl

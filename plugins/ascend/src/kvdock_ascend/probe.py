@@ -7,15 +7,13 @@ from typing import Any
 
 from kvdock.device import DeviceInfo
 from kvdock.errors import PlanError
+from kvdock.hardware import LiveDevices, first_line, live_memory
 
 from kvdock_ascend import device
 
 PROFILE = "a profile such as 910b-64gb plans without a device"
 
-
-def is_number(selector: str) -> bool:
-    """Return whether a selector means a live device: empty, or an ordinal; else it can only be a profile's name."""
-    return not selector or (selector.isascii() and selector.isdigit())
+DEVICES = LiveDevices("ascend", "torch_npu", PROFILE)
 
 
 def imported() -> Any:
@@ -27,12 +25,12 @@ def imported() -> Any:
     try:
         import torch
     except ImportError as error:
-        raise PlanError(f"no Ascend device can be used without torch ({_first_line(error)}); {PROFILE}") from error
+        raise PlanError(f"no Ascend device can be used without torch ({first_line(error)}); {PROFILE}") from error
     try:
         importlib.import_module("torch_npu")
     except (ImportError, OSError) as error:  # OSError: the libraries of CANN are not found
         raise PlanError(
-            f"no Ascend device can be used without torch_npu ({_first_line(error)}); install the torch_npu that belongs "
+            f"no Ascend device can be used without torch_npu ({first_line(error)}); install the torch_npu that belongs "
             f"to torch {torch.__version__}, and source CANN's set_env.sh; {PROFILE}"
         ) from error
     return torch
@@ -41,46 +39,27 @@ def imported() -> Any:
 def find(torch: Any, selector: str) -> DeviceInfo:
     """Return the device of an ordinal, or torch's current one; `torch` is the module with ``torch.npu``.
 
-    ``free_before_load_bytes`` counts what torch holds in this process, the weights if they are loaded, as free.
-
     Raises:
         PlanError: torch cannot reach such a device; one line says why.
     """
-    try:
-        count: int = torch.npu.device_count()
-        if not count:
-            raise PlanError(f"torch_npu finds no Ascend device; look at npu-smi info; {PROFILE}")
-        index = int(selector) if selector else int(torch.npu.current_device())
-        if index >= count:
-            raise PlanError(f"no device ascend:{index} is here: torch_npu finds {_listed(count)}")
-        return _described(torch, index)
-    except RuntimeError as error:
-        raise PlanError(
-            f"no device ascend:{selector or 0} can be used here: {_first_line(error)}; {PROFILE}"
-        ) from error
+    return DEVICES.find(torch.npu, selector, lambda: _count(torch), lambda index: _described(torch, index))
+
+
+def _count(torch: Any) -> int:
+    found: int = torch.npu.device_count()
+    if not found:
+        raise PlanError(f"torch_npu finds no Ascend device; look at npu-smi info; {PROFILE}")
+    return found
 
 
 def _described(torch: Any, index: int) -> DeviceInfo:
-    free_bytes, total_bytes = torch.npu.mem_get_info(index)
-    held_bytes = torch.npu.memory_reserved(index)
     chip: str = torch.npu.get_device_name(index)
     return DeviceInfo(
         device_type=device.DEVICE_TYPE,
         name=chip or f"ascend:{index}",
-        total_bytes=total_bytes,
-        free_before_load_bytes=min(total_bytes, free_bytes + held_bytes),
-        free_bytes=free_bytes,
+        **live_memory(torch.npu, index),
         granularity_bytes=device.GRANULARITY_BYTES,
         capabilities=(chip,) if chip else (),
         source=f"torch.npu.mem_get_info of torch {torch.__version__}",
         index=index,
     )
-
-
-def _listed(count: int) -> str:
-    return "only ascend:0" if count == 1 else f"ascend:0 to ascend:{count - 1}"
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).splitlines() or [type(error).__name__]
-    return lines[0].rstrip(".")

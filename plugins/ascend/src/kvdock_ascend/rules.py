@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from kvdock.demand import page_size_of
-from kvdock.errors import nearest
+from kvdock.hardware import unknown_backend
 from kvdock.layout import TARGET
 from kvdock.queries import PlanQuery, Query
 
@@ -74,17 +74,8 @@ def _unread(query: PlanQuery) -> list[str]:
 
 def _unknown_backend(query: PlanQuery) -> str | None:
     """Object to a backend that nobody has: views follow its name, so a slip would not be seen."""
-    known = settings.BACKENDS | set(settings.of(query.options).backends)
-    asked = {name: getattr(query.options, name) for name in settings.BACKEND_OPTIONS}
-    wrong = {name: value for name, value in asked.items() if value and value not in known}
-    if not wrong:
-        return None
-    listed = ", ".join(f"{name}={value}{nearest(value, known)}" for name, value in wrong.items())
-    return (
-        f"no attention backend of {query.device.name} is called so: {listed}; give one of "
-        f"{', '.join(sorted(known))}, or name your own with "
-        f"plugin_options={{'{settings.PLUGIN}': {{'backends': {sorted(set(wrong.values()))}}}}}"
-    )
+    known = settings.BACKENDS.union(settings.of(query.options).backends)
+    return unknown_backend(query, settings.PLUGIN, known, settings.BACKEND_OPTIONS)
 
 
 def _page(query: PlanQuery) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import msgspec
-from kvdock.errors import PlanError, nearest
+from kvdock.hardware import plugin_settings
 from kvdock.options import CacheOptions
 from kvdock.queries import Query
 
@@ -41,20 +41,9 @@ def of(options: CacheOptions) -> Settings:
     Raises:
         PlanError: an option does not exist here, or does not take the value; says which would do.
     """
-    given = (options.plugin_options or {}).get(PLUGIN, {})
-    for name in given:
-        if name not in Settings.__struct_fields__:
-            known = ", ".join(Settings.__struct_fields__)
-            raise PlanError(
-                f"plugin_options: {PLUGIN} has no option {name!r}{nearest(name, Settings.__struct_fields__)}; "
-                f"there are {known}"
-            )
-    try:
-        return msgspec.convert(given, Settings)
-    except msgspec.ValidationError as error:
-        raise PlanError(
-            f"plugin_options: {PLUGIN} takes fia and align_transfers, true or false, and backends, a list of names: {error}"
-        ) from error
+    return plugin_settings(
+        options, PLUGIN, Settings, takes="fia and align_transfers, true or false, and backends, a list of names"
+    )
 
 
 def uses_fia(query: Query) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvdock.device import DeviceInfo
+from kvdock.hardware import is_ordinal
 from kvdock.hookspecs import hookimpl
 from kvdock.kernels.interface import Kernels
 from kvdock.options import CacheOptions
@@ -27,7 +28,7 @@ def device_catalogue() -> Mapping[str, DeviceInfo]:
 @hookimpl
 def probe_device(selector: str) -> DeviceInfo | None:
     """Describe ``cuda:N`` as torch sees it; without a number, torch's current device."""
-    if not probe.is_number(selector):
+    if not is_ordinal(selector):
         return None
     try:
         import torch

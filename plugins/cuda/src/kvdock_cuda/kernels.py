@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from kvdock.errors import PlanError
+from kvdock.hardware import triton_kernels
 from kvdock.kernels.interface import Kernels
-from kvdock.plugins.loading import PluginWarning
 
 from kvdock_cuda import memory, settings
 from kvdock_cuda.streams import SideStream
@@ -48,7 +46,7 @@ def kernel_set(torch: Any, options: CacheOptions) -> Kernels:
     Raises:
         PlanError: Triton is not here and the options are `strict`.
     """
-    base = _triton(bool(options.strict))
+    base = triton_kernels(options, install="it with: pip install 'kvdock[triton]'")
     asked = settings.of(options).side_stream
     is_beside = base is None if asked is None else asked
     side = SideStream(torch) if is_beside and not options.pd_multiplexing else None
@@ -63,23 +61,3 @@ def extended(base: type[Kernels]) -> type[CudaKernels]:
     """Return a class of kernel sets that is `base` with what `CudaKernels` adds."""
     made: type[CudaKernels] = type(f"Cuda{base.__name__}", (CudaKernels, base), {"base": base})
     return made
-
-
-def _triton(is_strict: bool) -> type[Kernels] | None:
-    """Return Triton's kernel set, or after a warning nothing.
-
-    Raises:
-        PlanError: it does not import, and that is no warning but an error.
-    """
-    try:
-        from kvdock.kernels.triton_set import TritonKernels
-    except ImportError as error:
-        why = (
-            f"Triton does not import here ({error}), so torch's own operations write and move keys and values, "
-            "several launches for one of Triton's; install it with: pip install 'kvdock[triton]'"
-        )
-        if is_strict:
-            raise PlanError(f"strict=true refuses a warning: {why}") from error
-        warnings.warn(why, PluginWarning, stacklevel=2)
-        return None
-    return TritonKernels

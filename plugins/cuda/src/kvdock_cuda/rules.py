@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvdock import dtypes
-from kvdock.errors import nearest
+from kvdock.hardware import unknown_backend
 from kvdock.layout import TARGET
 from kvdock.queries import PlanQuery
 
@@ -47,14 +47,6 @@ BACKENDS = frozenset(
 )
 """Attention backends that engines have for NVIDIA devices; `settings.Settings.backends` adds to them."""
 
-BACKEND_OPTIONS = (
-    "attention_backend",
-    "prefill_attention_backend",
-    "decode_attention_backend",
-    "sparse_prefill_backend",
-    "sparse_decode_backend",
-)
-
 Rule = Callable[[PlanQuery], str | None]
 
 
@@ -77,16 +69,7 @@ def _unknown_backend(query: PlanQuery) -> str | None:
     """Object to a backend that nobody has: the bytes of a row follow its name, so a slip would not be seen."""
     if query.worker != TARGET:
         return None
-    known = BACKENDS | set(settings.of(query.options).backends)
-    asked = {name: getattr(query.options, name) for name in BACKEND_OPTIONS}
-    wrong = [f"{name}={value}{nearest(value, known)}" for name, value in asked.items() if value and value not in known]
-    if not wrong:
-        return None
-    named = sorted({value for value in asked.values() if value and value not in known})
-    return (
-        f"no attention backend of {query.device.name} is called so: {', '.join(wrong)}; give one of "
-        f"{', '.join(sorted(known))}, or name your own with plugin_options={{'{settings.PLUGIN}': {{'backends': {named}}}}}"
-    )
+    return unknown_backend(query, settings.PLUGIN, BACKENDS.union(settings.of(query.options).backends))
 
 
 def _indexer_page(query: PlanQuery) -> str | None:

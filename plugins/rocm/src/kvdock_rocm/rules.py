@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from kvdock import dtypes
 from kvdock.dtypes import DType
-from kvdock.errors import nearest
+from kvdock.hardware import unknown_backend
 from kvdock.layout import TARGET
 from kvdock.queries import PlanQuery
 
@@ -43,14 +43,6 @@ BACKENDS = frozenset(
 )
 """Attention backends that engines have for AMD devices; `settings.Settings.backends` adds to them."""
 
-BACKEND_OPTIONS = (
-    "attention_backend",
-    "prefill_attention_backend",
-    "decode_attention_backend",
-    "sparse_prefill_backend",
-    "sparse_decode_backend",
-)
-
 Rule = Callable[[PlanQuery], str | None]
 
 
@@ -63,17 +55,7 @@ def _unknown_backend(query: PlanQuery) -> str | None:
     """Object to a backend that nobody has: the bytes of a row follow its name, so a slip would not be seen."""
     if query.worker != TARGET:
         return None
-    known = BACKENDS | set(settings.of(query.options).backends)
-    asked = {name: getattr(query.options, name) for name in BACKEND_OPTIONS}
-    wrong = {name: value for name, value in asked.items() if value and value not in known}
-    if not wrong:
-        return None
-    listed = ", ".join(f"{name}={value}{nearest(value, known)}" for name, value in wrong.items())
-    return (
-        f"no attention backend of {query.device.name} is called so: {listed}; give one of "
-        f"{', '.join(sorted(known))}, or name your own with "
-        f"plugin_options={{'{settings.PLUGIN}': {{'backends': {sorted(set(wrong.values()))}}}}}"
-    )
+    return unknown_backend(query, settings.PLUGIN, BACKENDS.union(settings.of(query.options).backends))
 
 
 def _indexer_page(query: PlanQuery) -> str | None:

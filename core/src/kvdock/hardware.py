@@ -1,0 +1,162 @@
+"""What plugins of hardware share: options of their own, names of backends, a live device of torch, a kernel set."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+
+from kvdock.device import DeviceInfo
+from kvdock.errors import PlanError, nearest
+from kvdock.plugins.loading import PluginWarning
+
+if TYPE_CHECKING:
+    from kvdock.kernels.interface import Kernels
+    from kvdock.options import CacheOptions
+    from kvdock.queries import PlanQuery
+
+Settings = TypeVar("Settings", bound=msgspec.Struct)
+
+BACKEND_OPTIONS = (
+    "attention_backend",
+    "prefill_attention_backend",
+    "decode_attention_backend",
+    "sparse_prefill_backend",
+    "sparse_decode_backend",
+)
+"""Options that name an attention backend."""
+
+
+def plugin_settings(options: CacheOptions, plugin: str, cls: type[Settings], takes: str) -> Settings:
+    """Return what ``plugin_options[plugin]`` says, as a struct; `takes` says in words what its fields take.
+
+    Raises:
+        PlanError: an option does not exist here, or does not take the value; says which would do.
+    """
+    given = (options.plugin_options or {}).get(plugin, {})
+    for name in given:
+        if name not in cls.__struct_fields__:
+            known = cls.__struct_fields__
+            raise PlanError(
+                f"plugin_options: {plugin} has no option {name!r}{nearest(name, known)}; there are {', '.join(known)}"
+            )
+    try:
+        return msgspec.convert(given, cls)
+    except msgspec.ValidationError as error:
+        raise PlanError(f"plugin_options: {plugin} takes {takes}: {error}") from error
+
+
+def unknown_backend(
+    query: PlanQuery, plugin: str, known: Iterable[str], names: Sequence[str] = BACKEND_OPTIONS
+) -> str | None:
+    """Return the objection to options `names` that name no backend of `known`; the plugin's option ``backends`` adds some.
+
+    Layouts follow the name, so a slip would not be seen.
+    """
+    served = set(known)
+    asked = {name: getattr(query.options, name) for name in names}
+    wrong = {name: value for name, value in asked.items() if value and value not in served}
+    if not wrong:
+        return None
+    listed = ", ".join(f"{name}={value}{nearest(value, served)}" for name, value in wrong.items())
+    return (
+        f"no attention backend of {query.device.name} is called so: {listed}; give one of "
+        f"{', '.join(sorted(served))}, or name your own with "
+        f"plugin_options={{'{plugin}': {{'backends': {sorted(set(wrong.values()))}}}}}"
+    )
+
+
+def is_ordinal(selector: str) -> bool:
+    """Return whether a selector means a live device: empty, or an ordinal; else it can only be a profile's name."""
+    return not selector or (selector.isascii() and selector.isdigit())
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of what an error says, without a full stop."""
+    lines = str(error).splitlines() or [type(error).__name__]
+    return lines[0].rstrip(".")
+
+
+class LiveDevices(msgspec.Struct, frozen=True):
+    """The devices that a plugin finds through a module of torch (`api`, such as ``torch.cuda``)."""
+
+    plugin: str
+    finder: str
+    """Who finds them, for messages: ``torch``."""
+    advice: str
+    """What to do without one, for the end of a message."""
+
+    def find(
+        self, api: Any, selector: str, count: Callable[[], int], describe: Callable[[int], DeviceInfo]
+    ) -> DeviceInfo:
+        """Return the device of an ordinal, or the current one.
+
+        Raises:
+            PlanError: there is no such device, or it cannot be used; one line says why.
+        """
+        try:
+            found = count()
+            index = int(selector) if selector else int(api.current_device())
+            if index >= found:
+                raise PlanError(f"no device {self.plugin}:{index} is here: {self.finder} finds {self._listed(found)}")
+            return describe(index)
+        except RuntimeError as error:
+            raise PlanError(
+                f"no device {self.plugin}:{selector or 0} can be used here: {first_line(error)}; {self.advice}"
+            ) from error
+
+    def counted(self, api: Any, none: str) -> int:
+        """Return how many devices there are; `none` says that there is none.
+
+        Raises:
+            PlanError: always then, with the driver's reason.
+        """
+        found: int = api.device_count()
+        if found:
+            return found
+        try:
+            api.init()  # says whether the driver is missing, too old, or shows no device
+        except RuntimeError as error:
+            reason = first_line(error)
+        else:
+            reason = "the driver shows none"
+        raise PlanError(f"{none}: {reason}; {self.advice}")
+
+    def _listed(self, count: int) -> str:
+        return f"only {self.plugin}:0" if count == 1 else f"{self.plugin}:0 to {self.plugin}:{count - 1}"
+
+
+def live_memory(api: Any, index: int) -> dict[str, int]:
+    """Return the fields of a `DeviceInfo` that say how much memory a live device has.
+
+    ``free_before_load_bytes`` counts what torch holds in this process, the weights if they are loaded, as free.
+    """
+    free_bytes, total_bytes = api.mem_get_info(index)
+    free_bytes = min(free_bytes, total_bytes)  # integrated devices count the host's free memory
+    return {
+        "total_bytes": total_bytes,
+        "free_before_load_bytes": min(total_bytes, free_bytes + api.memory_reserved(index)),
+        "free_bytes": free_bytes,
+    }
+
+
+def triton_kernels(options: CacheOptions, install: str) -> type[Kernels] | None:
+    """Return Triton's kernel set, or after a warning ``None``; `install` says how to get Triton.
+
+    Raises:
+        PlanError: it does not import, and the options are `strict`.
+    """
+    try:
+        from kvdock.kernels.triton_set import TritonKernels
+    except ImportError as error:
+        why = (
+            f"Triton does not import here ({error}), so torch's own operations write and move keys and values, "
+            f"several launches for one of Triton's; install {install}"
+        )
+        if options.strict:
+            raise PlanError(f"strict=true refuses a warning: {why}") from error
+        warnings.warn(why, PluginWarning, stacklevel=2)
+        return None
+    return TritonKernels
