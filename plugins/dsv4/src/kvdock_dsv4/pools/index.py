@@ -4,25 +4,26 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from kvdock.errors import PlanError, SlotError
+from kvdock.errors import PlanError
 from kvdock.layout import Buffer
 from kvdock.planned import Parts
 from kvdock.pools.index_keys import IndexCodec, index_buffer
 from kvdock.queries import PoolQuery
 
 from kvdock_dsv4.geometry import C4, RATIO_OF
-from kvdock_dsv4.pools.placed import PlacedPool
+from kvdock_dsv4.pools.placed import UnkeyedPool
 
 if TYPE_CHECKING:
     import torch
     from kvdock.testing.kinds import Kind
 
 
-class IndexPool(PlacedPool):
+class IndexPool(UnkeyedPool):
     """8-bit keys with a float32 scale, or 4-bit keys with a byte for each 32 columns (`index_dtype`)."""
 
     features: ClassVar[frozenset[str]] = frozenset({"fp8", "hisparse"})
     options: ClassVar[frozenset[str]] = frozenset({"index_dtype"})
+    keeps: ClassVar[str] = "index keys"
     kernel_page_slots: ClassVar[int] = 1
     """Keys of a page of the kernels that read them; a plugin whose kernels page by more says so here."""
 
@@ -75,34 +76,11 @@ class IndexPool(PlacedPool):
         keys, scales = self._parts_of[self.owner_for_read(layer_id)]
         return self.index.decode(gather(keys, slots), gather(scales, slots))
 
-    def get_key_buffer(self, layer_id: int) -> torch.Tensor:
-        """Raise: an indexer has keys of its own (`read_index_k`)."""
-        raise self._refuse_kv(layer_id)
-
-    def get_value_buffer(self, layer_id: int) -> torch.Tensor:
-        """Raise: an indexer has no values."""
-        raise self._refuse_kv(layer_id)
-
-    def set_kv_buffer(
-        self,
-        layer_id: int,
-        loc: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor | None = None,
-        k_scale: float | torch.Tensor | None = None,
-        v_scale: float | torch.Tensor | None = None,
-    ) -> None:
-        """Raise: an indexer has keys of its own (`set_index_k`)."""
-        raise self._refuse_kv(layer_id)
-
     def driven(self) -> Kind:
         """Return what a run writes and reads here (`kvdock run`)."""
         from kvdock_dsv4.trace import index_kind
 
         return index_kind(self)
-
-    def _refuse_kv(self, layer_id: int) -> SlotError:
-        return SlotError(f"group {self.group.name!r} keeps index keys of layer {layer_id}, no keys and values")
 
     def _store(self, layer_id: int, loc: torch.Tensor, keys: torch.Tensor, scales: torch.Tensor) -> None:
         if layer_id not in self._parts_of:

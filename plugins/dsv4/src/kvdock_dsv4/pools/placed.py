@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from kvdock.errors import SlotError
 from kvdock.pools import GroupedPool
@@ -48,3 +48,33 @@ class PlacedPool(GroupedPool):
 
     def _check_loc(self, layer_id: int | None, loc: torch.Tensor) -> None:
         super()._check_loc(layer_id, loc.clamp(min=0))
+
+
+class UnkeyedPool(PlacedPool):
+    """A pool of a layer group that has no keys and values of attention; a subclass has methods for what it keeps."""
+
+    keeps: ClassVar[str]
+    """What it keeps, for messages."""
+
+    def get_key_buffer(self, layer_id: int) -> torch.Tensor:
+        """Raise: there are no keys."""
+        raise self._refuse_kv(layer_id)
+
+    def get_value_buffer(self, layer_id: int) -> torch.Tensor:
+        """Raise: there are no values."""
+        raise self._refuse_kv(layer_id)
+
+    def set_kv_buffer(
+        self,
+        layer_id: int,
+        loc: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor | None = None,
+        k_scale: float | torch.Tensor | None = None,
+        v_scale: float | torch.Tensor | None = None,
+    ) -> None:
+        """Raise: there are no keys and values."""
+        raise self._refuse_kv(layer_id)
+
+    def _refuse_kv(self, layer_id: int) -> SlotError:
+        return SlotError(f"group {self.group.name!r} keeps {self.keeps} of layer {layer_id}, no keys and values")

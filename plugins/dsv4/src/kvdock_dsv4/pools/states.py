@@ -15,7 +15,7 @@ from kvdock.queries import PoolQuery
 
 from kvdock_dsv4.geometry import banks_of, online_slot, request_state_slot
 from kvdock_dsv4.model import DSV4Params, params_of
-from kvdock_dsv4.pools.placed import PlacedPool
+from kvdock_dsv4.pools.placed import UnkeyedPool
 from kvdock_dsv4.settings import state_dtype
 from kvdock_dsv4.sizing import INDEX_STATE, state_guard
 
@@ -41,7 +41,7 @@ class Online(NamedTuple):
     kv: torch.Tensor
 
 
-class CompressStatePool(PlacedPool):
+class CompressStatePool(UnkeyedPool):
     """A state a slot; the last row of each layer is the empty state, of which a row that has no past is made.
 
     Where states follow sliding pages, a page has a ring and page 0 is padding; where they follow requests, a
@@ -51,6 +51,7 @@ class CompressStatePool(PlacedPool):
 
     features: ClassVar[frozenset[str]] = frozenset({"fp8", "hisparse"})
     options: ClassVar[frozenset[str]] = frozenset({"state_dtype"})
+    keeps: ClassVar[str] = "states"
     parts_of_row: ClassVar[int] = 2
     """Vectors side by side in a state: the row, then its score."""
 
@@ -164,34 +165,11 @@ class CompressStatePool(PlacedPool):
         """Describe the states layer by layer; an item is the ring of a sliding page, or all that a request row owns."""
         return super().buffer_infos()
 
-    def get_key_buffer(self, layer_id: int) -> torch.Tensor:
-        """Raise: states are no keys (`get_states`)."""
-        raise self._refuse_kv(layer_id)
-
-    def get_value_buffer(self, layer_id: int) -> torch.Tensor:
-        """Raise: states are no values."""
-        raise self._refuse_kv(layer_id)
-
-    def set_kv_buffer(
-        self,
-        layer_id: int,
-        loc: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor | None = None,
-        k_scale: float | torch.Tensor | None = None,
-        v_scale: float | torch.Tensor | None = None,
-    ) -> None:
-        """Raise: states are no keys (`set_states`)."""
-        raise self._refuse_kv(layer_id)
-
     def driven(self) -> Kind:
         """Return what a run writes and reads here (`kvdock run`)."""
         from kvdock_dsv4.trace import states_kind
 
         return states_kind(self)
-
-    def _refuse_kv(self, layer_id: int) -> SlotError:
-        return SlotError(f"group {self.group.name!r} keeps states of layer {layer_id}, no keys and values")
 
     def _named(self, states: torch.Tensor) -> Ring | Online:
         return Ring(*states.chunk(2, -1))
