@@ -99,8 +99,10 @@ bench: $(VENV)/.tools
 	@mkdir -p build
 	PYTHONPATH=core/src $(PEERS) bench/allocators.py --write build/allocators.md
 	$(BIN)/python bench/planning.py --write build/planning.md
+	$(BIN)/python bench/unified.py --write build/unified.md
 	{ printf '# Results of the last `make bench`\n\n## Planning\n\n'; cat build/planning.md; \
-	  printf '\n## Bookkeeping\n\n'; cat build/allocators.md; } > bench/RESULTS.md
+	  printf '\n## Bookkeeping\n\n'; cat build/allocators.md; \
+	  printf '\n## Unified memory\n\n'; cat build/unified.md; } > bench/RESULTS.md
 
 docs: $(VENV)/.tools
 	$(BIN)/python docs/render.py build/docs

@@ -72,3 +72,14 @@ def test_plugins_that_could_not_answer_are_listed_with_the_reason(registry, mock
     lines = kvdock.plan(config, budget_bytes=2**24, registry=registry).explain().splitlines()
     assert "  acme (hardware): loaded, kvdock-acme 1.2" in lines
     assert "  sad (hardware): failed, kvdock-sad 0.3: no driver" in lines
+
+
+def test_a_space_in_the_shared_buffer_shows_what_a_page_of_it_takes():
+    """2 heads x (8 + 8) x 2 bytes are 64 a token; a page of 4 tokens and 2 sliding layers takes 512."""
+    window = LayerSpec(kind="mha", params=LAYER.params, window_tokens=7)
+    model = ModelSpec(name="m", architecture="A", layers=(LAYER, window, window), context_length=64, dtype="bfloat16")
+    options = kvdock.CacheOptions(unified_memory=True, page_size=4)
+    text = kvdock.plan(model, device="cpu", options=options, budget_bytes=2**20).explain()
+    assert text.count("inside the shared buffer, of which a page of swa takes 512 bytes") == 2
+    assert "per slot of swa: 128 bytes of KV, of the shared buffer + " in text
+    assert "per slot of full: 64 bytes of KV + " in text

@@ -227,6 +227,12 @@ def test_each_condition_of_unified_memory_is_an_objection_of_its_own(changes, re
     assert re.search(reason, found[0])
 
 
+def test_unified_memory_without_a_pool_of_sliding_layers_names_the_option_and_what_works():
+    (found,) = objections(query_of(HEADS, WINDOW, spaces=["full"], unified_memory=True, hybrid_swa="off"))
+    assert "has sliding layers, and hybrid_swa=off keeps them as full ones" in found
+    assert found.endswith("give hybrid_swa=auto, or unified_memory=false")
+
+
 def test_all_objections_to_unified_memory_are_listed():
     given = {"attention_backend": "fa3", "role": "decode", "speculative_algorithm": "EAGLE", "hisparse": True}
     found = objections(query_of(LATENTS, parallel=DCP, unified_memory=True, **given))

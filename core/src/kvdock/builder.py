@@ -126,7 +126,8 @@ class _Assembly:
         first = next(buffer for buffer in outline.buffers if buffer.storage == SHARED)
         raw = zeros(first, round_up(line.high, step), self.device, self.within)
         self.shared_buffer = SharedBuffer(raw, page_layouts(line, outline.buffers, outline.spaces, sizes))
-        return UnifiedMemory(line, raw, self.kernels, is_lazy=outline.options.values.lazy_compaction is not False)
+        is_lazy = outline.options.values.lazy_compaction is not False
+        return UnifiedMemory(line, raw, self.kernels, is_lazy, self.debug)
 
     def _allocators(self, requests: RequestPool) -> Allocator | None:
         """Make the allocator of each space, then the one that keeps them in step; return the engine's."""

@@ -128,7 +128,7 @@ class KVCache:
             slots = self._first_slots(request, borrowed, tokens, prefix, tail, arriving)
             row = None if slots is None else self._take_row(request, arriving)
             if slots is not None and row is not None:
-                self._write_first(row, slots if prefix is None else _joined(prefix, slots))
+                self._write_first(row, prefix, slots)
                 gone = 0 if tail is None else swa_tail_start(tokens, tail, self._page_size)
                 gone = tokens if arriving and isinstance(allocator, KeepsTiers) else gone
                 self._holdings.hold(request, borrowed, max(evicted, gone if gone > borrowed else 0))
@@ -289,7 +289,9 @@ class KVCache:
             self._allocator.check(held)
 
     def clear(self) -> None:
-        """Give back every row and slot, and zero every KV buffer."""
+        """Give back every row and slot, and zero every KV buffer; with debug, refused while a gate or forward is not over."""
+        if self._debug and self.memory is not None:
+            self.memory.require_open()
         self._give_back_all()
         for pool in self.pools.values():
             pool.clear()
@@ -317,6 +319,8 @@ class KVCache:
         if live := table.live_rows():
             named = ", ".join(f"{name!r} ({int(table.lengths[row])} tokens)" for row, name in list(live.items())[:8])
             raise SlotError(f"{len(live)} requests were not released: {named}; release each when it ends")
+        if self.memory is not None:
+            self.memory.require_open()
 
     def _give_back_all(self) -> None:
         self.req_to_token_pool.clear()
@@ -409,9 +413,12 @@ class KVCache:
         rows = table.alloc([request], arriving) if isinstance(table, Awaits) else table.alloc([request])
         return None if rows is None else rows[0]
 
-    def _write_first(self, row: int, slots: torch.Tensor) -> None:
+    def _write_first(self, row: int, prefix: torch.Tensor | None, slots: torch.Tensor) -> None:
+        import torch
+
         if self._allocator is not None:
-            self.req_to_token_pool.write([row], [0], [slots.shape[0]], slots)
+            found = slots if prefix is None else torch.cat((prefix.to(slots.dtype), slots))
+            self.req_to_token_pool.write([row], [0], [found.shape[0]], found)
 
     def _fork(self, request: Hashable, cached_state: int | None) -> None:
         if cached_state is None:
@@ -470,12 +477,6 @@ def _length_of(prefix: torch.Tensor) -> int:
     return int(prefix.shape[0])
 
 
-def _joined(prefix: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    import torch
-
-    return torch.cat((prefix.to(slots.dtype), slots))
-
-
 def _no_slots() -> torch.Tensor:
     import torch
 
@@ -490,8 +491,7 @@ def _slides_whole(plan: CachePlan) -> bool:
 
 def _window(plan: CachePlan) -> int | None:
     """Return the earlier tokens that sliding layers see, if there are such layers."""
-    windows = [space.window_tokens for space in plan.outline.spaces.values() if space.window_tokens is not None]
-    return max(windows, default=None)
+    return max((s.window_tokens for s in plan.outline.spaces.values() if s.window_tokens is not None), default=None)
 
 
 def _measured(tensors: Sequence[Tensors], memory: Sequence[str]) -> int:

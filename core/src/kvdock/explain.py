@@ -175,23 +175,34 @@ def _factor(ratio: Ratio, of: str) -> str:
 
 def _buffers(plan: CachePlan) -> Iterator[str]:
     whole = {(buffer.owner, buffer.name): buffer.widen for buffer in plan.outline.buffers if buffer.widen > 1}
+    shared = shared_pages(plan)
     for buffer in plan.buffers:
         tensors = f"{buffer.tensors} x " if buffer.tensors > 1 else ""
         memory = "" if buffer.memory == "device" else f", {buffer.memory}"
         memory += f", in {buffer.storage}" if buffer.storage else ""
         ranks = whole.get((buffer.owner, buffer.name))
         memory += f", the tokens of {ranks} ranks" if ranks else ""
-        yield (
-            f"{buffer.owner}: {buffer.name} ({buffer.role}): {tensors}{list(buffer.shape)} {buffer.dtype}, "
-            f"{buffer.nbytes:,} bytes{memory}"
-        )
+        held = f"{buffer.nbytes:,} bytes{memory}"
+        if buffer.space in shared and buffer.storage and not buffer.nbytes:
+            held = f"inside the shared buffer, of which a page of {buffer.space} takes {shared[buffer.space]:,} bytes"
+        yield f"{buffer.owner}: {buffer.name} ({buffer.role}): {tensors}{list(buffer.shape)} {buffer.dtype}, {held}"
     yield f"total on the device: {plan.total_bytes:,} bytes"
+
+
+def shared_pages(plan: CachePlan) -> dict[str, int]:
+    """Return the bytes of a page of each space that takes its KV from one shared byte buffer; empty without one."""
+    line = plan.outline.line(plan.spaces)
+    return {} if line is None else {stretch.space: stretch.page_nbytes for stretch in line.stretches}
 
 
 def _costs(plan: CachePlan) -> Iterator[str]:
     yield f"fixed (padding and tables of no size): {plan.costs.fixed_bytes:,} bytes"
+    shared = shared_pages(plan)
     for name, cost in plan.costs.per_slot.items():
-        yield f"per slot of {name}: {cost.kv:,} bytes of KV + {cost.bookkeeping:,} of bookkeeping"
+        kv = f"{cost.kv:,} bytes of KV"
+        if name in shared and not cost.kv:
+            kv = f"{shared[name] // plan.outline.spaces[name].page_size:,} bytes of KV, of the shared buffer"
+        yield f"per slot of {name}: {kv} + {cost.bookkeeping:,} of bookkeeping"
     yield f"per token: {plan.bytes_per_token.kv:,} bytes of KV + {plan.bytes_per_token.bookkeeping:,} of bookkeeping"
 
 

@@ -187,10 +187,16 @@ def _unified_spaces(query: PlanQuery) -> str | None:
     is_hybrid = (STATE in query.spaces and bool(tokens)) or (len(tokens) > 1 and _has_full_layers(query))
     if not _is_unified(query) or is_hybrid:
         return None
-    return (
-        f"unified_memory=true has nothing to share out: {query.model.name} has neither states nor sliding layers beside "
-        "full ones; leave unified_memory out"
-    )
+    what = f"unified_memory=true has nothing to share out: {query.model.name}"
+    if query.options.hybrid_swa == "off" and _has_sliding_layers(query):
+        return f"{what} has sliding layers, and hybrid_swa=off keeps them as full ones; give hybrid_swa=auto, or unified_memory=false"
+    return f"{what} has neither states nor sliding layers beside full ones; leave unified_memory out"
+
+
+def _has_sliding_layers(query: PlanQuery) -> bool:
+    """Return whether a layer of the target forgets tokens within the context, beside one that does not."""
+    windows = [layer.window_tokens for layer in query.model.layers if layer.kind != "none"]
+    return _has_full_layers(query) and any(w is not None and w + 1 < query.context_length for w in windows)
 
 
 def _has_full_layers(query: PlanQuery) -> bool:

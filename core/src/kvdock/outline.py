@@ -452,7 +452,8 @@ def _refuse_objected(
     unserved: UnsupportedCombination | None = None,
 ) -> None:
     """Raise every objection at once, and with them what no class serves; return if nobody objects."""
-    objections = _objections(builder, groups, spaces, pools)
+    said = () if unserved is None else unserved.objections
+    objections = tuple(found for found in _objections(builder, groups, spaces, pools) if found not in said)
     if not objections:
         return
     lines = [f"  {plugin}: {reason}" for plugin, reason in objections]

@@ -21,6 +21,13 @@ KINDS = {
 """Name → layers: states beside full attention, windows beside it, both, and states beside windows alone."""
 
 
+def plan_model(model, budget_bytes, **options):
+    """A plan of any model in unified memory."""
+    return edge.plan(
+        model, device="cpu", options=CacheOptions(unified_memory=True, **options), budget_bytes=budget_bytes
+    )
+
+
 def plan(kind, budget_bytes=65_536, page_size=4, context=128, **options):
     """A plan of a small model; unified unless `unified_memory` says otherwise."""
     layers = KINDS[kind]
@@ -31,7 +38,7 @@ def plan(kind, budget_bytes=65_536, page_size=4, context=128, **options):
 
 @pytest.fixture(scope="session")
 def small():
-    """`small.plan(kind, …)` and `small.build(kind, …)`; `small.kinds` names the kinds."""
+    """`small.plan(kind, …)` and `small.build(kind, …)`, `small.build_model(model, budget)`; `small.layers` by kind."""
     torch = pytest.importorskip("torch")
     torch.set_num_threads(1)
     from kvdock.builder import build
@@ -39,4 +46,7 @@ def small():
     def made(kind, debug=True, **given):
         return build(plan(kind, **given), debug=debug)
 
-    return SimpleNamespace(plan=plan, build=made, kinds=tuple(KINDS))
+    def made_of(model, budget_bytes, **options):
+        return build(plan_model(model, budget_bytes, **options))
+
+    return SimpleNamespace(plan=plan, build=made, build_model=made_of, kinds=tuple(KINDS), layers=KINDS)

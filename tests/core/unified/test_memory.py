@@ -41,8 +41,7 @@ def take(memory, space, pages):
 
 
 def give(memory, space, pages):
-    memory.segment(space).release(torch.tensor(pages))
-    memory.freed(space)
+    memory.release(space, torch.tensor(pages))
 
 
 def bytes_of(memory, space, page):
@@ -58,11 +57,11 @@ def test_a_shortfall_says_which_side_must_give_how_much():
     take(memory, "kv", range(1, 99))
     assert memory.available("state") == 2
     assert not memory.secure({"state": 3})
-    lacks = memory.shortfall("state", 3)
+    (lacks,) = memory.shortfall({"state": 3})
     assert (lacks.needed, lacks.available, lacks.missing, lacks.givers) == (3, 2, 1, (("kv", 1),))
     assert lacks.advice == "space 'state' must give 1 slots, or space 'kv' must give 1"
     give(memory, "kv", [40])
-    assert memory.shortfall("state", 3) is None
+    assert memory.shortfall({"state": 3}) == ()
     assert memory.secure({"state": 3})
     take(memory, "state", [1, 2, 3])
     memory.check()
@@ -79,7 +78,7 @@ def test_no_page_moves_while_a_gate_is_closed():
         assert memory.compact(headroom_bytes=10**6) == 0
         assert not memory.secure({"state": 1})
         assert (memory.available("state"), memory.free_after("state")) == (0, 50)
-        lacks = memory.shortfall("state", 1)
+        (lacks,) = memory.shortfall({"state": 1})
         assert lacks.held_by == ("a transfer", "another")
         assert "once pages may move again, which a transfer, another forbids" in lacks.advice
         assert torch.equal(memory.segment("kv").page_of, places)
@@ -192,16 +191,57 @@ def test_without_lazy_compaction_a_free_leaves_no_hole():
         assert memory.segment("kv").holes == 2
 
 
-def test_one_call_of_compact_moves_no_more_than_it_may():
+@pytest.mark.parametrize(("max_bytes", "moved"), [(64, 64), (65, 64), (79, 64), (80, 80), (16, 16)])
+def test_one_call_of_compact_moves_no_more_than_it_may(max_bytes, moved):
     memory = pair()
     take(memory, "kv", range(1, 101))
-    give(memory, "kv", range(50, 101))
-    assert memory.compact(64, headroom_bytes=10**6) <= 64
-    assert memory.segment("kv").holes == 51 - 4
-    while memory.compact(64, headroom_bytes=10**6):
+    give(memory, "kv", range(51, 101))  # the lowest places, at which the space grows, are taken
+    assert memory.compact(max_bytes, headroom_bytes=10**6) == moved
+    assert memory.segment("kv").holes == 50 - moved // 16
+    while memory.compact(max_bytes, headroom_bytes=10**6):
         memory.check()
-    assert memory.segment("kv").live == 49
-    assert memory.compact(0) == 0
+    assert (memory.segment("kv").live, memory.segment("kv").holes) == (50, 0)
+
+
+@pytest.mark.parametrize("max_bytes", [1, 159, 160, 319])
+def test_a_page_that_is_larger_than_the_limit_moves_alone(max_bytes):
+    memory = pair(state=160)
+    take(memory, "state", range(1, 9))
+    give(memory, "state", range(1, 5))
+    assert [memory.compact(max_bytes, headroom_bytes=10**6) for _ in range(5)] == [160, 160, 160, 160, 0]
+    assert memory.segment("state").holes == 0
+    assert memory.compact(0, headroom_bytes=10**6) == 0
+
+
+def test_a_state_that_is_larger_than_the_default_limit_moves_by_default(small):
+    # states of 18 MiB, as of real models; a sixteenth of the buffer is less than two of them
+    from kvdock.model import LayerSpec, ModelSpec, StateParams
+    from kvdock.unified.memory import MOVED_BYTES
+
+    params = small.layers["linear"][1].params
+    large = LayerSpec(
+        kind="state", params=StateParams(conv=params.conv, temporal=(36, 64, 2048), temporal_dtype="float32")
+    )
+    model = ModelSpec(
+        name="m", architecture="M", layers=(small.layers["linear"][0], large), context_length=64, dtype="float32"
+    )
+    cache = small.build_model(model, budget_bytes=200 * 2**20)
+    states, memory = cache.req_to_token_pool.states, cache.memory
+    slots = states.alloc(range(states.available_size()))
+    assert cache.token_to_kv_pool_allocator.alloc(cache.token_to_kv_pool_allocator.available_size()) is not None
+    states.free(slots[:2])
+    page = memory.line.stretches[0].page_nbytes
+    assert page > MOVED_BYTES and memory.line.high // 16 < 2 * page
+    assert memory.compact() == page
+    assert memory.gap_bytes() >= page
+
+
+@pytest.mark.parametrize(
+    ("limits", "named"), [((-1,), "max_bytes=-1"), ((1.5,), "max_bytes"), ((1, -2), "headroom_bytes=-2")]
+)
+def test_limits_of_compact_that_are_no_numbers_of_bytes_are_refused(limits, named):
+    with pytest.raises(SlotError, match=named):
+        pair().compact(*limits)
 
 
 def test_compact_stops_where_there_is_room_enough():
@@ -215,9 +255,72 @@ def test_compact_stops_where_there_is_room_enough():
 def test_a_gate_opens_once():
     memory = pair()
     ticket = memory.close_gate()
+    for other in (object(), {}, None):
+        with pytest.raises(SlotError, match="never closed"):
+            memory.open_gate(other)
+    assert not memory.can_move
     memory.open_gate(ticket)
     with pytest.raises(SlotError, match="open already"):
         memory.open_gate(ticket)
+
+
+@pytest.mark.parametrize("what", [None, "", 3])
+def test_a_gate_says_in_words_what_holds_pages(what):
+    memory = pair()
+    with pytest.raises(SlotError, match="say in words"):
+        memory.close_gate(what)
+    assert memory.can_move
+
+
+class Pass:
+    """A forward pass on a device: over when the test says so."""
+
+    def __init__(self, is_over=False):
+        self.is_over, self.waits = is_over, 0
+
+    def query(self):
+        return self.is_over
+
+    def wait(self):
+        self.waits += 1
+
+
+@pytest.mark.parametrize("event", ["not an event", 3, Pass])
+def test_what_is_no_event_is_refused_before_the_pass(event):
+    memory = pair()
+    with pytest.raises(SlotError, match=r"give one with query\(\) and wait\(\)"), memory.forward(event):
+        raise AssertionError("the pass began")
+    assert memory.can_move
+    take(memory, "kv", range(1, 101))
+    give(memory, "kv", range(51, 101))
+    assert memory.compact(160, 10**6) == 160
+
+
+def test_passes_that_are_over_are_forgotten_and_others_are_waited_for():
+    memory, running = pair(), [Pass() for _ in range(3)]
+    for event in running:
+        with memory.forward(event):
+            pass
+    for _ in range(1000):
+        with memory.forward(Pass(is_over=True)):
+            pass
+        assert len(memory._pending) <= 2 * len(running) + 1
+    for _ in range(1000):
+        with memory.forward(running[0]):  # an engine may record one event again and again
+            pass
+    assert len(memory._pending) <= 2 * len(running) + 1
+    take(memory, "kv", range(1, 101))
+    give(memory, "kv", range(51, 101))
+    memory.compact(160, 10**6)
+    assert [event.waits for event in running] == [1, 1, 1]
+    assert not memory._pending
+
+
+def test_a_pass_that_fails_is_waited_for_as_well():
+    memory, event = pair(), Pass()
+    with pytest.raises(ZeroDivisionError), memory.forward(event):
+        raise ZeroDivisionError
+    assert memory.can_move and list(memory._pending.values()) == [event]
 
 
 def test_only_spaces_of_the_line_join_and_each_once():

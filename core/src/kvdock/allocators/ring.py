@@ -50,6 +50,10 @@ class Journal:
         if self._rewinds:
             self._rewinds.clear()
 
+    def since(self, mark: object) -> int:
+        """Return how much was taken since `mark`, and go nowhere; raises as `rewind`."""
+        return self.position - self._verified(mark).position
+
     def rewind(self, mark: object) -> int:
         """Go back to `mark` and return how much was taken since.
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvdock.cli.page import Bar, Facts, Line, Page, Part, Table
 from kvdock.cli.text import ranges, size
-from kvdock.explain import window_policy
+from kvdock.explain import shared_pages, window_policy
 from kvdock.pools.snapshots import ROLE as SNAPSHOT
 
 if TYPE_CHECKING:
@@ -66,12 +66,13 @@ def _options(plan: CachePlan) -> Table:
 
 
 def _spaces(plan: CachePlan) -> Table:
-    rows = []
+    rows, shared = [], shared_pages(plan)
     for name, slots in plan.spaces.items():
         space = plan.outline.spaces[name]
         window = "" if space.window_tokens is None else f"{space.window_tokens:,}"
         kv, rest = kv_and_rest(b for b in plan.buffers if b.space == name)
-        rows.append((name, f"{slots:,}", str(space.page_size), window, size(kv), size(rest)))
+        held = f"shared, {size(shared[name])} a page" if name in shared and not kv else size(kv)
+        rows.append((name, f"{slots:,}", str(space.page_size), window, held, size(rest)))
     kv, rest = kv_and_rest(b for b in plan.buffers if b.space is None)
     if kv or rest:
         rows.append(("(fixed)", "", "", "", size(kv), size(rest)))
@@ -80,8 +81,17 @@ def _spaces(plan: CachePlan) -> Table:
 
 
 def _groups(plan: CachePlan) -> Table:
+    shared = shared_pages(plan)
     rows = [
-        (group.name, group.kind, _layers(group), group.space, group.pool_cls.name, group.pool_cls.plugin, _bytes(group))
+        (
+            group.name,
+            group.kind,
+            _layers(group),
+            group.space,
+            group.pool_cls.name,
+            group.pool_cls.plugin,
+            "shared" if group.space in shared and not any(b.nbytes for b in group.buffers) else _bytes(group),
+        )
         for group in plan.groups
     ]
     columns = ("group", "kind", "layers", "space", "pool", "plugin", "bytes")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from kvdock.allocators import lengths
@@ -11,7 +12,7 @@ from kvdock.allocators.paged import PagedAllocator
 from kvdock.allocators.pure_swa import PureSWAAllocator
 from kvdock.allocators.ring import PageRing
 from kvdock.allocators.swa import SWAAllocator
-from kvdock.errors import BuildError
+from kvdock.errors import BuildError, SlotError
 from kvdock.layout import FULL, SWA, Buffer
 from kvdock.planned import Parts
 from kvdock.queries import AllocatorQuery
@@ -22,117 +23,86 @@ if TYPE_CHECKING:
     import torch
 
 
-class BackedRing:
-    """A free list of virtual pages, each of which has a page of the shared buffer while it is handed out.
+class Taken(NamedTuple):
+    """What was taken, and what its space owned, at some time."""
 
-    `free` is what the buffer and the numbering allow at this moment, so it changes with what other spaces hold.
+    mark: Any
+    owned: Owned
+
+
+class BackedRing(PageRing):
+    """Free virtual pages, each of which has a page of the shared buffer while it is handed out.
+
+    `free` counts numbers alone. A call that fails half-way changed nothing, pages that moved meanwhile aside.
     """
 
-    def __init__(self, ring: PageRing, memory: UnifiedMemory, space: str) -> None:
-        self._ring = ring
-        self._memory = memory
-        self._space = space
-        segment = memory.segment(space)
-        if segment is None:
-            raise BuildError(f"space {space!r} has not joined the shared buffer; build with the plan's own parts")
-        self.segment: Segment = segment
-        self.journal = ring.journal
-
-    @property
-    def capacity(self) -> int:
-        """Pages that can be numbered."""
-        return self._ring.capacity
-
-    @property
-    def free(self) -> int:
-        """Pages that could be handed out now, others' holes included where pages may move."""
-        return min(self._ring.free, self._memory.available(self._space))
-
-    @property
-    def staged(self) -> int:
-        """Pages that wait for `commit`; they keep their places until then."""
-        return self._ring.staged
-
-    @property
-    def live(self) -> int:
-        """Pages that are handed out."""
-        return self._ring.live
-
-    @property
-    def max_capacity(self) -> int:
-        """Pages that the tables have room for."""
-        return self._ring.max_capacity
+    def __init__(self, space: str, parts: Parts, capacity: int) -> None:
+        self._memory = memory_of(parts)
+        self.segment = self._memory.join(space, parts.tensors)
+        super().__init__(f"space {space!r}", parts.tensors.rows("free_ring"), capacity)
+        self._before = self.backup()
 
     def reset(self, capacity: int) -> None:
         """Hold the pages ``1 … capacity`` again, all free."""
-        self._ring.reset(capacity)
-        self._memory.reset(self._space)
+        with self.segment.emptied():
+            super().reset(capacity)
 
     def take(self, count: int) -> torch.Tensor | None:
         """Return `count` virtual pages, each backed; ``None`` where the buffer or the numbering has no room."""
-        if count > self._ring.free or not self._memory.secure({self._space: count}):
-            return None
-        before = self.journal.mark()
-        pages = self._ring.take(count)
-        if pages is None:
+        before = self.backup()
+        if count > self.free or not self._memory.secure({self.segment.space: count}):
             return None
         try:
-            self.segment.back(pages)
+            pages = super().take(count)
+            if pages is not None:
+                self.segment.back(pages)
         except BaseException:
-            self._ring.rewind(before)
+            super().rewind(before.mark)
+            self.segment.retract(before.owned, 0)
             raise
+        self._before = before
         return pages
 
     def give(self, pages: torch.Tensor) -> None:
         """Take back pages and their places."""
-        self._ring.give(pages)
-        self._release(pages)
-
-    def stage(self, pages: torch.Tensor) -> None:
-        """Copy pages, to be taken back by `commit`."""
-        self._ring.stage(pages)
+        self.commit(pages)
 
     def commit(self, more: torch.Tensor | None = None) -> None:
         """Take back what was staged, and `more`, with their places."""
-        import torch
+        before = self.staged
+        try:
+            if more is not None:
+                self.stage(more)
+            if self.staged:
+                self._memory.release(self.segment.space, self.staged_pages() if before or more is None else more)
+        except SlotError:
+            self.unstage()
+            raise
+        except BaseException:
+            self.staged = before
+            raise
+        super().commit()
 
-        parts = [self._ring.staged_pages(), *([] if more is None else [more])]
-        self._ring.commit(more)
-        self._release(torch.cat(parts))
-
-    def unstage(self) -> None:
-        """Forget what was staged."""
-        self._ring.unstage()
-
-    def staged_pages(self) -> torch.Tensor:
-        """Return what was staged, for checks."""
-        return self._ring.staged_pages()
-
-    def require_live(self, count: int) -> None:
-        """Refuse to take back more pages than are handed out."""
-        self._ring.require_live(count)
+    def backup(self) -> Taken:
+        """Return the present point, for `rewind`."""
+        return Taken(self.journal.mark(), self.segment.backup())
 
     def rewind(self, mark: object) -> int:
-        """Take back every page handed out since `mark`, wherever it lies by now; costs what it takes back."""
-        taken = self._ring.rewind(mark)
-        self._release(self._ring.peek(taken))
+        """Take back every page handed out since `mark`, wherever it lies by now, and what the space grew for it.
+
+        Costs what it takes back. Of a mark without windows those of the last `take` are known.
+        """
+        point, owned = mark if isinstance(mark, Taken) else (mark, None)
+        taken = super().rewind(point)
+        if point == self._before.mark:
+            owned = owned or self._before.owned
+        try:
+            if taken:
+                self._memory.release(self.segment.space, self.peek(taken), owned)
+        except BaseException:
+            super().take(taken)
+            raise
         return taken
-
-    def peek(self, count: int) -> torch.Tensor:
-        """Return the free pages that come next."""
-        return self._ring.peek(count)
-
-    def _release(self, pages: torch.Tensor) -> None:
-        if pages.shape[0]:
-            self.segment.release(pages)
-            self._memory.freed(self._space)
-
-
-class Taken(NamedTuple):
-    """What `UnifiedAllocator.backup_state` returns."""
-
-    mark: Any
-    owned: Owned
 
 
 class UnifiedAllocator(PagedAllocator):
@@ -161,29 +131,34 @@ class UnifiedAllocator(PagedAllocator):
         """What this space owns of it."""
         return self._backed.segment
 
+    @property
+    def numbers(self) -> int:
+        """Pages that have a number left, whatever the buffer holds."""
+        return self._backed.free
+
+    def available_size(self) -> int:
+        """Return the slots that could be handed out now, those of others' holes included where pages may move."""
+        return min(super().available_size(), self.memory.available(self.space) * self.page_size)
+
     def backup_state(self) -> Any:
-        """Return a token of the present allocations."""
-        return Taken(super().backup_state(), self.segment.backup())
-
-    def restore_state(self, state: Any) -> None:
-        """Take back every page handed out since `state`, and what the space grew for them unless pages moved since.
-
-        Raises:
-            SlotError: something was freed (or queued in a group) since, or `state` is not of this allocator.
-        """
-        if not isinstance(state, Taken):
-            super().restore_state(state)
-            return
-        before = self._ring.live
-        super().restore_state(state.mark)
-        self.segment.retract(state.owned, before - self._ring.live)
+        """Return a token of the present allocations, and of what the space owns."""
+        self._enter()
+        return self._backed.backup()
 
     def shortfall(self, pages: int, swa_pages: int | None = None) -> tuple[Shortfall, ...]:
         """Say what is missing for `pages` pages, and which other space could give it."""
-        lacks = self.memory.shortfall(
-            self.space, lengths.whole_count(pages if swa_pages is None else swa_pages, "pages")
-        )
-        return () if lacks is None else (lacks,)
+        self._enter()
+        count = lengths.whole_count(pages if swa_pages is None else swa_pages, "pages")
+        return self.memory.shortfall({self.space: count}, {self.space: self.numbers})
+
+    def free_group_end(self) -> None:
+        """Give back what was collected; after an error that is no refusal the group is open as before."""
+        group = self._group
+        try:
+            super().free_group_end()
+        except BaseException as error:
+            self._group = None if isinstance(error, SlotError) else group
+            raise
 
     def check(self, held: torch.Tensor | None = None) -> None:
         """Verify the ring, that exactly the pages of `held` are live, and the tables of every space; O(capacity).
@@ -192,13 +167,12 @@ class UnifiedAllocator(PagedAllocator):
             SlotError: names the slots, or the space whose tables are damaged.
         """
         super().check(held)
+        self.segment.check_live(self.live_pages())
         self.memory.check()
 
     def _make_free_list(self, parts: Parts) -> FreeList:
-        memory, ids = memory_of(parts), parts.tensors.rows("free_ring")
-        memory.join(self.space, parts.tensors)
-        ring = PageRing(f"space {self.space!r}", ids, self._planned_pages(int(ids.shape[0])))
-        self._backed = BackedRing(ring, memory, self.space)
+        rows = int(parts.tensors.rows("free_ring").shape[0])
+        self._backed = BackedRing(self.space, parts, self._planned_pages(rows))
         return self._backed
 
 
@@ -223,18 +197,27 @@ class UnifiedSWAAllocator(SWAAllocator):
         return self.memory.together((FULL, SWA), most) * self.page_size
 
     def shortfall(self, pages: int, swa_pages: int | None = None) -> tuple[Shortfall, ...]:
-        """Say which side lacks how many slots; where each would have its own, what both lack together."""
-        found = super().shortfall(pages, swa_pages)
-        sliding = pages if swa_pages is None else swa_pages
-        if found or self._has_room(pages, sliding):
-            return found
-        available = self.available_size()
-        return (
-            Shortfall(space=FULL, needed=pages * self.page_size, available=min(available, pages * self.page_size - 1)),
-        )
+        """Say which numbering lacks how many slots, or what both sides lack together and who could give it."""
+        self._enter()
+        counts = [lengths.whole_count(count, "pages") for count in (pages, pages if swa_pages is None else swa_pages)]
+        numbers = {name: side.numbers for name, side in self._tiers.items() if isinstance(side, UnifiedAllocator)}
+        return self.memory.shortfall(dict(zip((FULL, SWA), counts, strict=True)), numbers)
+
+    def free_group_end(self) -> None:
+        """Give back what was collected on both sides; after an error that is no refusal what is left can be ended again."""
+        try:
+            super().free_group_end()
+        except SlotError:
+            raise
+        except BaseException:
+            for side in self._tiers.values():
+                with contextlib.suppress(SlotError):  # where it is open still
+                    side.free_group_begin()
+            self._grouping = self._has_queued = True
+            raise
 
     def _has_room(self, pages: int, side_pages: int) -> bool:
-        return super()._has_room(pages, side_pages) and self.memory.secure({FULL: pages, SWA: side_pages})
+        return super()._has_room(pages, side_pages) and self.memory.fits({FULL: pages, SWA: side_pages})
 
 
 def memory_of(parts: Parts) -> UnifiedMemory:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvdock.allocators.base import Shortfall
+from kvdock.allocators.debug import ThreadGuard
+from kvdock.allocators.lengths import whole_count
 from kvdock.errors import BuildError, SlotError
 from kvdock.unified.geometry import Line, Window
-from kvdock.unified.segment import Event, Segment
+from kvdock.unified.segment import Event, Owned, Segment
 
 if TYPE_CHECKING:
     import torch
@@ -19,7 +22,7 @@ if TYPE_CHECKING:
     from kvdock.pools.storage import Tensors
 
 MOVED_BYTES = 2**24
-"""Bytes that one call of `compact` moves at most, unless it is told: far less than a decode step reads."""
+"""Bytes that one call of `compact` moves, unless it is told: far less than a decode step reads."""
 HEADROOM = 16
 """`compact` stops where a part of this many of the buffer lies between the spaces, ready for whoever grows."""
 
@@ -41,19 +44,26 @@ class UnifiedMemory:
     * Virtual pages stay valid whatever moves; what a page holds moves with it.
     * No page moves while a gate is closed (`gate`) or a forward pass is in flight (`forward`).
     * A call costs the pages that it hands over, or that another space has to give up for them; never the buffer.
+    * After an error every page holds what it held, and as many are handed out; what had moved by then stays there.
+    * A query changes nothing.
 
-    Owned by one thread; nothing locks.
+    Owned by one thread; nothing locks. With `debug` calls from another one are refused.
     """
 
-    def __init__(self, line: Line, raw: torch.Tensor, kernels: Kernels, is_lazy: bool = True) -> None:
+    def __init__(
+        self, line: Line, raw: torch.Tensor, kernels: Kernels, is_lazy: bool = True, debug: bool = False
+    ) -> None:
         self.line = line
         self.is_lazy = is_lazy
         """Whether holes stay until `compact` or an allocation needs them; else a free closes them."""
         self._raw = raw
         self._kernels = kernels
         self._segments: dict[str, Segment] = {}
+        self._guard = ThreadGuard("unified memory") if debug else None
         self._holds: dict[object, str] = {}
-        self._pending: list[Event] = []
+        self._pending: dict[int, Event] = {}
+        self.failure: Exception | None = None
+        """What kept the last free from closing its holes: it is done, and they wait for the next call. ``None``: nothing."""
         self.passes = 0
         """Compactions that moved pages, or would have if there had been any outside."""
 
@@ -78,9 +88,8 @@ class UnifiedMemory:
         first, page = stretch.start - stretch.first * stretch.page_nbytes, stretch.page_nbytes // 8
         shape = ((self.line.high - first) // stretch.page_nbytes, 1, page)
         pages = words.as_strided(shape, (page, page, 1), first // 8)
-        segment = self._segments[space] = Segment(stretch, tables, pages, self._kernels)
-        segment.reset(self._nothing(space))
-        return segment
+        home = stretch.places if stretch is self.line.stretches[-1] else 0
+        return self._segments.setdefault(space, Segment(stretch, tables, pages, self._kernels, home))
 
     def segment(self, space: str) -> Segment | None:
         """Return what a space owns; ``None`` for one that does not share this buffer."""
@@ -103,7 +112,14 @@ class UnifiedMemory:
             self.open_gate(ticket)
 
     def close_gate(self, what: str = "a gate") -> object:
-        """Forbid to move pages until `open_gate` of the ticket that this returns; `what` is named where that matters."""
+        """Forbid to move pages until `open_gate` of the ticket that this returns; `what` is named where that matters.
+
+        Raises:
+            SlotError: `what` is no text.
+        """
+        self._enter()
+        if not isinstance(what, str) or not what:
+            raise SlotError(f"a gate closed for {what!r}; say in words what holds pages, such as 'a transfer'")
         ticket = object()
         self._holds[ticket] = what
         return ticket
@@ -112,24 +128,44 @@ class UnifiedMemory:
         """Take back one `close_gate`.
 
         Raises:
-            SlotError: it was taken back before.
+            SlotError: it was taken back before, or is no ticket of `close_gate`.
         """
-        if self._holds.pop(ticket, None) is None:
-            raise SlotError("this gate is open already; open each gate once")
+        self._enter()
+        if not any(ticket is held for held in self._holds):
+            raise SlotError("this gate is open already, or was never closed; give what close_gate returned, once")
+        del self._holds[ticket]
 
     @contextlib.contextmanager
     def forward(self, event: Event | None = None) -> Iterator[None]:
         """Forbid to move pages while a forward pass is launched, and let later moves wait for `event`, its end.
 
         Without an event the pass is over when the context ends, as on a device that the host waits for.
+
+        Raises:
+            SlotError: `event` has no `query` and `wait`.
         """
-        ticket = self.close_gate("a forward pass in flight")
+        if event is not None and (isinstance(event, type) or not isinstance(event, Event)):
+            raise SlotError(
+                f"event={event!r} does not tell when a forward pass is over; give one with query() and wait(), such as "
+                "torch.cuda.Event(), or none"
+            )
         try:
-            yield
+            with self.gate("a forward pass in flight"):
+                yield
         finally:
-            self.open_gate(ticket)
             if event is not None:
-                self._pending.append(event)
+                self._follow(event)
+
+    def require_open(self) -> None:
+        """Refuse to go on while somebody may still read or write pages.
+
+        Raises:
+            SlotError: names what closed a gate, or that a forward pass was not ended.
+        """
+        if self._holds:
+            raise SlotError(
+                f"unified memory is still held by {', '.join(self._holds.values())}; open each gate, and end each forward"
+            )
 
     # What is free.
 
@@ -148,6 +184,7 @@ class UnifiedMemory:
 
     def live(self) -> dict[str, int]:
         """Return the pages of each space that are handed out."""
+        self._enter()
         return {space: segment.live for space, segment in self._segments.items()}
 
     def shares(self) -> tuple[Share, ...]:
@@ -157,40 +194,56 @@ class UnifiedMemory:
             for space, segment in self._segments.items()
         )
 
-    def together(self, spaces: tuple[str, ...], most: int) -> int:
-        """Return how many pages, up to `most`, each of several spaces could take in step as things are."""
-        if self._fits(_each(spaces, most)):
-            return most
-        return bisect.bisect_left(range(1, most + 1), True, key=lambda n: not self._fits(_each(spaces, n)))
+    def together(self, spaces: tuple[str, ...], most: int, more: Mapping[str, int] | None = None) -> int:
+        """Return how many pages, up to `most`, each of `spaces` could take in step as things are, beside `more` of others."""
 
-    def _fits(self, more: Mapping[str, int]) -> bool:
+        def is_short(count: int) -> bool:
+            return not self.fits({**(more or {}), **dict.fromkeys(spaces, count)})
+
+        return bisect.bisect_left(range(1, most + 1), True, key=is_short) if is_short(most) else most
+
+    def fits(self, more: Mapping[str, int]) -> bool:
+        """Return whether each space could take so many more pages, all of them together, as things are."""
         if self.can_move:
-            return self.line.fits({space: count + more.get(space, 0) for space, count in self.live().items()})
+            return self.line.fits(self._with(more))
         return self.line.grown(self._windows(), self._beyond_holes(more)) is not None
 
-    def shortfall(self, space: str, pages: int) -> Shortfall | None:
-        """Return what `pages` pages of a space lack, and which other space could give it; ``None``: nothing."""
-        available, size = self.available(space), self._segments[space].stretch.page_size
-        if pages <= available:
-            return None
-        live = self.live()
-        wanted = {**live, space: live[space] + pages}
-        held = tuple(dict.fromkeys(self._holds.values())) if self.line.fits(wanted) else ()
-        givers = [(name, self._to_give(wanted, name)) for name in live if name != space and not held]
-        sizes = {name: segment.stretch.page_size for name, segment in self._segments.items()}
-        return Shortfall(
-            space=space,
-            needed=pages * size,
-            available=available * size,
-            givers=tuple((name, count * sizes[name]) for name, count in givers if count is not None),
-            held_by=held,
+    def shortfall(self, more: Mapping[str, int], numbers: Mapping[str, int] | None = None) -> tuple[Shortfall, ...]:
+        """Return what so many more pages of each space lack, all of them together; empty: nothing.
+
+        What exceeds `numbers`, those that a numbering has left, its own space alone can give. Else the first space lacks
+        what does not fit beside the others' share, and every other that could give enough alone is named.
+        """
+        numbers = numbers or {}
+        full = [space for space, count in more.items() if count > numbers.get(space, count)]
+        if not full and self.fits(more):
+            return ()
+        wanted, sizes = self._with(more), {name: part.stretch.page_size for name, part in self._segments.items()}
+        held = () if full or not self.line.fits(wanted) else tuple(dict.fromkeys(self._holds.values()))
+        lacking = full or [space for space, count in more.items() if count][:1]
+        givers = [
+            (name, self._to_give(wanted, name)) for name in wanted if name not in lacking and not full and not held
+        ]
+        found = {s: min(self.together((s,), more[s], more), numbers.get(s, more[s])) for s in lacking}
+        return tuple(
+            Shortfall(
+                space=space,
+                needed=more[space] * sizes[space],
+                available=found[space] * sizes[space],
+                givers=tuple((name, count * sizes[name]) for name, count in givers if count is not None),
+                held_by=held,
+            )
+            for space in lacking
         )
+
+    def _with(self, more: Mapping[str, int]) -> dict[str, int]:
+        return {space: count + more.get(space, 0) for space, count in self.live().items()}
 
     def _to_give(self, wanted: Mapping[str, int], space: str) -> int | None:
         """Return the fewest pages that one space must give for others to have what they want."""
-        most = wanted[space]
+        most = self._segments[space].live
         given = bisect.bisect_left(
-            range(most + 1), True, key=lambda count: self.line.fits({**wanted, space: most - count})
+            range(most + 1), True, key=lambda count: self.line.fits({**wanted, space: wanted[space] - count})
         )
         return given if given <= most else None
 
@@ -201,38 +254,64 @@ class UnifiedMemory:
 
         Takes gaps first, and closes holes of others only where gaps are too small and pages may move.
         """
+        self._enter()
         lacking = self._beyond_holes(more)
         if not lacking:
             return True
         windows = self.line.grown(self._windows(), lacking)
         if windows is None and self.can_move:
-            wanted = {space: count + more.get(space, 0) for space, count in self.live().items()}
-            windows = self.line.windows(self._windows(), wanted)
+            windows = self.line.windows(self._windows(), self._with(more))
         if windows is None:
             return False
-        self._shift(windows)
+        before = [(segment, segment.backup()) for segment in self._segments.values()]
+        try:
+            self._shift(windows)
+        except BaseException:
+            for segment, owned in before:
+                segment.retract(owned, 0)
+            raise
         return True
 
-    def freed(self, space: str) -> None:
-        """Note that pages of a space became holes: without lazy compaction they are closed, if pages may move."""
+    def release(self, space: str, pages: torch.Tensor, owned: Owned | None = None) -> None:
+        """Make holes of the places of virtual pages ``[n]``, or raise and change nothing.
+
+        Without lazy compaction holes are closed at once, if pages may move; where that fails they wait for the next
+        call, and `failure` says why. With `owned` it is an allocation since then that is taken back, and what the space
+        grew for it: nothing moves.
+        """
+        self._enter()
         segment = self._segments[space]
-        if not segment.live or (not self.is_lazy and self.can_move):
-            self._close(segment, segment.holes)
+        segment.release(pages)
+        try:
+            if not segment.live:
+                segment.drop()
+            elif owned is not None:
+                segment.retract(owned, pages.shape[0])
+            elif not self.is_lazy and self.can_move:
+                self._close(segment, segment.holes)
+        except Exception as error:
+            self.failure = error
 
     def compact(self, max_bytes: int = MOVED_BYTES, headroom_bytes: int | None = None) -> int:
-        """Close holes at a quiescent point, within `max_bytes` of pages, and return the bytes that moved.
+        """Close holes at a quiescent point, and return the bytes that moved: up to `max_bytes`, or one page if that is more.
 
         Stops where `headroom_bytes` (default: a part of the buffer) lie between the spaces. Does nothing while pages
-        may not move.
+        may not move, or with ``max_bytes=0``.
+
+        Raises:
+            SlotError: a number that is negative, or not whole.
         """
+        self._enter()
+        limit = _bytes(max_bytes, "max_bytes")
+        goal = self.line.high // HEADROOM if headroom_bytes is None else _bytes(headroom_bytes, "headroom_bytes")
         before = self.bytes_moved
-        goal = self.line.high // HEADROOM if headroom_bytes is None else headroom_bytes
-        if not self.can_move:
+        if not self.can_move or not limit:
             return 0
         for segment in sorted(self._segments.values(), key=lambda part: -part.holes * part.stretch.page_nbytes):
-            page = segment.stretch.page_nbytes
-            lacking = min(goal - self.gap_bytes(), max_bytes - (self.bytes_moved - before))
-            count = min(segment.holes, -(-lacking // page) if lacking >= page else 0)
+            page, moved = segment.stretch.page_nbytes, self.bytes_moved - before
+            lacking = -(-(goal - self.gap_bytes()) // page)
+            # A page that is larger than the limit moves as the first one of a call, or never.
+            count = min(segment.holes, lacking, max((limit - moved) // page, int(not moved)))
             if count > 0:
                 self._close(segment, count)
         return self.bytes_moved - before
@@ -244,16 +323,13 @@ class UnifiedMemory:
 
     def copy(self, space: str, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy all that virtual pages ``[n]`` of a space hold to others; every source is read before a target is written."""
+        self._enter()
         self._wait()
         self._segments[space].copy(source, target)
 
     def zero(self) -> None:
         """Zero the whole buffer, whoever owns its pages."""
         self._raw.zero_()
-
-    def reset(self, space: str) -> None:
-        """Let a space own nothing."""
-        self._segments[space].reset(self._nothing(space))
 
     def check(self) -> None:
         """Verify the tables of every space, and that what they own does not overlap.
@@ -272,18 +348,8 @@ class UnifiedMemory:
         if end > self.line.high:
             raise SlotError("the spaces own more bytes than the shared buffer has")
 
-    def _nothing(self, space: str) -> Window:
-        is_last = space == self.line.stretches[-1].space
-        end = self.line.stretches[-1].places if is_last else 0
-        return Window(end, end)
-
     def _windows(self) -> dict[str, Window]:
-        return {
-            stretch.space: self._segments[stretch.space].window
-            if stretch.space in self._segments
-            else self._nothing(stretch.space)
-            for stretch in self.line.stretches
-        }
+        return {space: segment.window for space, segment in self._segments.items()}
 
     def _beyond_holes(self, more: Mapping[str, int]) -> dict[str, int]:
         lacking = {space: count - self._segments[space].holes for space, count in more.items()}
@@ -297,15 +363,30 @@ class UnifiedMemory:
 
     def _narrow(self, segment: Segment, window: Window) -> None:
         self._wait()
-        self.passes += 1
         segment.narrow(window)
+        self.passes += 1
+        self.failure = None
+
+    def _follow(self, event: Event) -> None:
+        """Let moves wait for an event, and look after two earlier ones: those that are over are forgotten."""
+        self._pending.pop(id(event), None)
+        self._pending[id(event)] = event
+        for key, earlier in list(itertools.islice(self._pending.items(), 2)):
+            is_over = earlier.query()
+            del self._pending[key]
+            if not is_over:
+                self._pending[key] = earlier
 
     def _wait(self) -> None:
         """Let what is launched from now on wait for the forward passes that were launched before."""
-        for event in self._pending:
+        for event in self._pending.values():
             if not event.query():
                 event.wait()
         self._pending.clear()
+
+    def _enter(self) -> None:
+        if self._guard is not None:
+            self._guard.enter()
 
     def _shift(self, windows: Mapping[str, Window]) -> None:
         """Let every space own its window: what goes up first, from the top; then what goes down, from the bottom.
@@ -331,5 +412,8 @@ class UnifiedMemory:
                 self._segments[space].widen(to)
 
 
-def _each(spaces: tuple[str, ...], count: int) -> dict[str, int]:
-    return dict.fromkeys(spaces, count)
+def _bytes(value: int, name: str) -> int:
+    count = whole_count(value, name)
+    if count < 0:
+        raise SlotError(f"{name}={count} is negative; give 0 or more, nothing was changed")
+    return count

@@ -35,23 +35,25 @@ class BackedStates(StateSlots):
 
     def alloc(self, owners: Sequence[Hashable]) -> list[int] | None:
         """Return a slot for each of `owners`, or ``None`` where the buffer or the numbering has no room."""
+        mark, owned = self.backup_state()
         if len(owners) > self._free or not self._memory.secure({STATE: len(owners)}):
             return None
-        before = super().backup_state()
-        slots = super().alloc(owners)
-        if slots is None:
-            return None
         try:
+            slots = super().alloc(owners) or []
             self._segment.back(self._on_device(slots))
         except BaseException:
-            super().restore_state(before)
+            super().restore_state(mark)
+            self._segment.retract(owned, 0)
             raise
         return slots
 
     def free(self, slots: Sequence[int]) -> None:
         """Give back slots and their places."""
+        self._enter()
+        self._verify(slots, "freed")
+        if slots:
+            self._memory.release(STATE, self._on_device(slots))
         super().free(slots)
-        self._release(slots)
 
     def available_size(self) -> int:
         """Return the slots that could be handed out now, others' holes included where pages may move."""
@@ -62,22 +64,22 @@ class BackedStates(StateSlots):
         return super().backup_state(), self._segment.backup()
 
     def restore_state(self, state: Any) -> None:
-        """Take back every slot handed out since `state`, wherever it lies by now."""
+        """Take back every slot handed out since `state`, wherever it lies by now, and what the space grew for it."""
         mark, owned = state if isinstance(state, tuple) and len(state) == 2 else (state, None)
-        before = self._free
+        self._enter()
+        if taken := self._journal.since(mark):
+            slots = [int(self._ring[(self._head - 1 - i) % self.size]) for i in range(taken)]
+            self._memory.release(STATE, self._on_device(slots), owned)
         super().restore_state(mark)
-        self._release([int(self._ring[(self._head + i) % self.size]) for i in range(self._free - before)])
-        if owned is not None:
-            self._segment.retract(owned, self._free - before)
+
+    def check(self, held: Sequence[int] | None = None) -> None:
+        """Verify slots, and that exactly those that somebody holds have a place."""
+        super().check(held)
+        self._segment.check_live(sorted(self._owners))
 
     def _reset(self, size: int) -> None:
-        super()._reset(size)
-        self._memory.reset(STATE)
-
-    def _release(self, slots: Sequence[int]) -> None:
-        if slots:
-            self._segment.release(self._on_device(slots))
-            self._memory.freed(STATE)
+        with self._segment.emptied():
+            super()._reset(size)
 
     def _on_device(self, slots: Sequence[int]) -> torch.Tensor:
         import numpy as np

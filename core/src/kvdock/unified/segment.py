@@ -7,8 +7,9 @@ call costs what it touches, whatever the space's size; counts are the host's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from kvdock.errors import SlotError
 from kvdock.layout import Buffer, Unit
@@ -25,6 +26,7 @@ MOVED_AT_ONCE = 2**24
 """Bytes of pages that one copy of a compaction holds beside the buffer."""
 
 
+@runtime_checkable
 class Event(Protocol):
     """Work on a device that will be finished, such as `torch.cuda.Event`."""
 
@@ -58,12 +60,15 @@ class Owned(NamedTuple):
 class Segment:
     """What one space owns of the buffer: the places `window`, of which `holes` are free.
 
-    `UnifiedMemory` alone changes windows; whoever hands out virtual pages backs and releases them. On the host tables
-    are read and written through numpy, which starts each step in a third of the time; both forms run the same lines.
+    `UnifiedMemory` alone changes windows; whoever hands out virtual pages backs and releases them. A call that fails
+    half-way, in a copy or a write, leaves all as it was: a hole and what lies outside the window may hold anything, and
+    counts change last. On the host tables are read and written through numpy, which starts each step in a third of the
+    time; both forms run the same lines.
     """
 
-    def __init__(self, stretch: Stretch, tables: Tensors, pages: torch.Tensor, kernels: Kernels) -> None:
+    def __init__(self, stretch: Stretch, tables: Tensors, pages: torch.Tensor, kernels: Kernels, home: int = 0) -> None:
         self.stretch = stretch
+        self.space = stretch.space
         self.page_of = tables.rows("page_of")
         """Page of the grid of each virtual page; 0, the padding, for page 0 and those that are not live."""
         self._is_host = self.is_host(self.page_of)
@@ -72,7 +77,8 @@ class Segment:
         self._apart: list[torch.Tensor] = []
         self._kernels = kernels
         self.bytes_moved = self.pages_moved = self._narrowed = 0
-        self.reset(Window(0, 0))
+        self._home = home  # the place at which it owns nothing
+        self.reset(Window(home, home))
 
     @staticmethod
     def is_host(table: torch.Tensor) -> bool:
@@ -86,11 +92,28 @@ class Segment:
 
     def reset(self, window: Window) -> None:
         """Own the places of a window without a live page, which are all holes."""
-        self.window = Window(window.low, window.low)
-        self.holes = 0
-        self._narrowed += 1
         self.page_of.zero_()
+        self.drop()
+        self.window = Window(window.low, window.low)
         self.widen(window)
+
+    def drop(self) -> None:
+        """Own nothing, at the end at which the space begins, now that no page is live."""
+        self.window, self.holes = Window(self._home, self._home), 0
+        self._narrowed += 1
+
+    @contextlib.contextmanager
+    def emptied(self) -> Iterator[None]:
+        """Own nothing once what is done inside succeeded."""
+        low, high = self.window
+        try:
+            self.page_of.zero_()
+            yield
+        except BaseException:
+            owners, pages = self._owner_of[low:high], self._numbers(low, high, 1) + self.stretch.first
+            self._page_of[owners[owners >= 0]] = pages[owners >= 0]
+            raise
+        self.drop()
 
     def rows(self, slots: torch.Tensor) -> torch.Tensor:
         """Return where virtual slots lie: −1 for −1, and slot 0 for those of the padding. Never waits."""
@@ -101,25 +124,34 @@ class Segment:
         self._apart += [view.unsqueeze(1) for view in views]
 
     def back(self, pages: torch.Tensor) -> None:
-        """Give virtual pages ``[n]`` a place each, from the holes, of which there are enough."""
-        count = pages.shape[0]
-        self._bind(self._array(pages), self._holes[self.holes - count : self.holes])
-        self.holes -= count
+        """Give virtual pages ``[n]`` a place each, from the holes, of which there are enough; `release` is the opposite."""
+        numbers, start = self._array(pages), self.holes - pages.shape[0]
+        places = self._holes[start : self.holes]
+        try:
+            self._bind(numbers, places)
+        except BaseException:
+            self._unbind(numbers, places, start)
+            raise
+        self.holes = start
 
     def release(self, pages: torch.Tensor) -> None:
         """Make holes of the places of virtual pages ``[n]``."""
-        numbers = self._array(pages)
+        numbers, end = self._array(pages), self.holes + pages.shape[0]
         places = self._page_of[numbers] - self.stretch.first
-        self._page_of[numbers] = 0
-        self._dig(places)
+        try:
+            self._unbind(numbers, places, self.holes)
+        except BaseException:
+            self._bind(numbers, places)
+            raise
+        self.holes = end
 
     def widen(self, window: Window) -> None:
         """Own a window that holds the present one; what is new are holes."""
-        old = self.window
+        old, end = self.window, self.holes
         for low, high in ((window.low, min(old.low, window.high)), (max(old.high, window.low), window.high)):
             if high > low:
-                self._dig(self._numbers(low, high, 1))
-        self.window = window
+                end = self._list(self._numbers(low, high, 1), end)
+        self.window, self.holes = window, end
 
     def backup(self) -> Owned:
         """Return what is owned now, for `retract`."""
@@ -135,12 +167,13 @@ class Segment:
         if owned.narrowed != self._narrowed or not grown:
             return
         start = self.holes - grown - min(taken, self.holes - grown)
-        changed = self._holes[start : self.holes]
-        sorted_holes = changed[self._inside_first((changed < window.low) | (changed >= window.high))]
-        self._holes[start : self.holes] = sorted_holes
-        self._owner_of[sorted_holes] = self._numbers(-1 - start, -1 - self.holes, -1)
-        self.holes -= grown
-        self.window = window
+        changed = self._holes[start : self.holes] + 0
+        try:
+            self._list(changed[self._inside_first((changed < window.low) | (changed >= window.high))], start)
+        except BaseException:
+            self._list(changed, start)
+            raise
+        self.window, self.holes = window, self.holes - grown
 
     def _inside_first(self, is_outside: Any) -> Any:
         """Return the order that puts what is inside first."""
@@ -148,42 +181,42 @@ class Segment:
             return is_outside.argsort(kind="stable")
         return is_outside.to(self.page_of.dtype).argsort(stable=True)
 
-    def _outside(self, window: Window) -> list[Any]:
-        """Return what the tables say of the places outside a window within the present one."""
-        old = self.window
-        if window.low == window.high:
-            parts = [range(old.low, old.high)]
-        else:
-            parts = [range(old.low, window.low), range(window.high, old.high)]
-        return [self._owner_of[part.start : part.stop] for part in parts if part]
-
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy all that virtual pages ``[n]`` hold to others."""
         pages = (self.page_of.index_select(0, found).long() for found in (target, source))
         self._kernels.move([self._pages, *self._apart], *pages)
 
     def narrow(self, window: Window) -> None:
-        """Own a window within the present one: pages outside move into its holes, of which there are enough.
+        """Own a window that leaves out one end of the present one: pages there move into holes, of which there are enough.
 
         Costs what lies outside; waits for the device for the number of pages that move.
         """
-        live, parts = self.live, self._outside(window)
-        self.window = window
+        old = self.window
+        outside = slice(old.low, window.low) if window.low > old.low else slice(window.high, old.high)
+        owners = self._owner_of[outside]
+        moved, indices = owners[owners >= 0], -1 - owners[owners < 0]
+        count = moved.shape[0]
+        left = self.holes - indices.shape[0] - count
+        try:
+            self._fill(indices)
+            if count:
+                targets = self._holes[left : left + count]
+                self._copy(self._tensor(self._page_of[moved]), self._tensor(targets + self.stretch.first))
+                self._bind(moved, targets)
+        except BaseException:
+            self._undo(outside, left)
+            raise
+        self.window, self.holes = window, left
         self._narrowed += 1
-        if not live and window.low == window.high:
-            self.holes = 0
-            return
-        survivors = []
-        for owners in parts:
-            is_live = owners >= 0
-            survivors.append(owners[is_live])
-            self._fill(-1 - owners[~is_live])
-        for moved in survivors:
-            if moved.shape[0]:
-                source = self._page_of[moved]
-                self.holes -= moved.shape[0]
-                self._bind(moved, self._holes[self.holes : self.holes + moved.shape[0]])
-                self._copy(self._tensor(source), self._tensor(self._page_of[moved]))
+        self.pages_moved += count
+        self.bytes_moved += count * self.stretch.page_nbytes
+
+    def _undo(self, outside: slice, left: int) -> None:
+        """Undo what `narrow` began: what lies outside still says whose it is, or where it was in the list of holes."""
+        places, owners = self._numbers(outside.start, outside.stop, 1), self._owner_of[outside]
+        self._holes[-1 - owners[owners < 0]] = places[owners < 0]
+        self._list(self._holes[left : self.holes], left)
+        self._page_of[owners[owners >= 0]] = places[owners >= 0] + self.stretch.first
 
     def owned(self, view: torch.Tensor) -> list[torch.Tensor]:
         """Return the parts of a view ``[pages, …]`` of this space's grid that are its own: the padding, its window."""
@@ -203,27 +236,44 @@ class Segment:
         is_live = owners >= 0
         named = torch.cat((holes, (self.page_of[self.page_of != 0] - self.stretch.first).long()))
         if not torch.equal(named.sort().values, torch.arange(low, high, device=named.device)):
-            raise SlotError(f"space {self.stretch.space!r}: a place is lost, or is two pages' or a page's and free")
+            raise SlotError(f"space {self.space!r}: a place is lost, or is two pages' or a page's and free")
         backed = owners[is_live]
         places = is_live.nonzero().view(-1) + low + self.stretch.first
         if not torch.equal(self.page_of[backed].long(), places) or (backed == 0).any():
-            raise SlotError(f"space {self.stretch.space!r}: the maps of pages to places and back differ")
+            raise SlotError(f"space {self.space!r}: the maps of pages to places and back differ")
         if not torch.equal(-1 - self._tensor(self._owner_of)[holes], torch.arange(self.holes, device=holes.device)):
-            raise SlotError(f"space {self.stretch.space!r}: the list of holes is damaged")
+            raise SlotError(f"space {self.space!r}: the list of holes is damaged")
+
+    def check_live(self, pages: Sequence[int]) -> None:
+        """Verify that exactly these virtual pages (in ascending order) have a place.
+
+        Raises:
+            SlotError: names the others.
+        """
+        backed = self.page_of.nonzero().view(-1).tolist()
+        if wrong := sorted(set(backed).symmetric_difference(pages)):
+            raise SlotError(
+                f"space {self.space!r}: pages {wrong[:8]} ({len(wrong)} in all) have a place but are handed out to "
+                "nobody, or the other way round"
+            )
 
     def _bind(self, pages: Any, places: Any) -> None:
         self._page_of[pages] = places + self.stretch.first
         self._owner_of[places] = pages if self._is_host else pages.to(self.page_of.dtype)
 
-    def _dig(self, places: Any) -> None:
-        """Add free places to the holes."""
-        end = self.holes + places.shape[0]
-        self._holes[self.holes : end] = places
-        self._owner_of[places] = self._numbers(-1 - self.holes, -1 - end, -1)
-        self.holes = end
+    def _unbind(self, pages: Any, places: Any, start: int) -> None:
+        self._list(places, start)
+        self._page_of[pages] = 0
+
+    def _list(self, places: Any, start: int) -> int:
+        """Let the holes from `start` on be these, and return their end."""
+        end = start + int(places.shape[0])
+        self._holes[start:end] = places
+        self._owner_of[places] = self._numbers(-1 - start, -1 - end, -1)
+        return end
 
     def _fill(self, indices: Any) -> None:
-        """Take the holes at `indices` out of the list; those at its end take their places in it."""
+        """Take the holes at `indices` out of the list, whose end moves down; those there take their places in it."""
         left = self.holes - indices.shape[0]
         tail = self._holes[left : self.holes] + 0
         is_left = indices < left
@@ -232,15 +282,12 @@ class Segment:
         kept, vacant = tail[tail >= 0], indices[is_left]
         self._holes[vacant] = kept
         self._owner_of[kept] = -1 - vacant
-        self.holes = left
 
     def _copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
         at_once = max(1, MOVED_AT_ONCE // self.stretch.page_nbytes)
         for start in range(0, source.shape[0], at_once):
             here = slice(start, start + at_once)
             self._kernels.move([self._pages, *self._apart], target[here], source[here])
-        self.pages_moved += source.shape[0]
-        self.bytes_moved += source.shape[0] * self.stretch.page_nbytes
 
     def _array(self, values: torch.Tensor) -> Any:
         return values.numpy() if self._is_host else values
