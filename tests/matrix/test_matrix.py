@@ -21,6 +21,7 @@ from kvdock_ascend.variants import dsv4 as ascend_dsv4
 from kvdock_cuda import hooks as cuda
 from kvdock_dsv4 import hooks as dsv4
 from kvdock_rocm import hooks as rocm
+from kvdock_rocm.variants import dsv4 as rocm_dsv4
 
 ROOT = Path(__file__).parents[2]
 TABLE = json.loads((Path(__file__).parent / "expected.json").read_text(encoding="utf-8"))
@@ -28,6 +29,8 @@ PAGE = ROOT / "docs" / "reference" / "matrix.md"
 HARDWARE = ("cpu", "mock", "cuda", "rocm", "ascend")
 VENDORS = {"cuda": (cuda, "cuda:h200"), "rocm": (rocm, "rocm:mi300x"), "ascend": (ascend, "ascend:910b-64gb")}
 """Hardware → its plugin and the device that is planned for."""
+VARIANTS = {"rocm": rocm_dsv4, "ascend": ascend_dsv4}
+"""Hardware → what it has of its own for DeepSeek V4."""
 
 FAMILIES = {
     "MHA": "llama-3.1-8b",
@@ -127,8 +130,8 @@ def registry_of(hardware):
     if hardware in VENDORS:
         registry.add(VENDORS[hardware][0], name=hardware, tier="hardware")
     registry.add(dsv4, name="dsv4", tier="family")
-    if hardware == "ascend":
-        registry.add(ascend_dsv4, name="ascend.dsv4", tier="variant")
+    if hardware in VARIANTS:
+        registry.add(VARIANTS[hardware], name=f"{hardware}.dsv4", tier="variant")
     return registry
 
 

@@ -1,6 +1,10 @@
 """A registry of the core and this plugin, and plans for its profiles."""
 
+import importlib
+
+import hypothesis
 import kvdock
+import msgspec
 import pytest
 from kvdock.model import DSAParams, MLAParams
 from kvdock.startup import core_only
@@ -9,6 +13,9 @@ from kvdock_rocm import hooks
 MHA = kvdock.LayerSpec(kind="mha", params=kvdock.MHAParams(num_kv_heads=2, head_dim=128, v_head_dim=128))
 MLA = kvdock.LayerSpec(kind="mla", params=MLAParams(kv_lora_rank=512, qk_rope_head_dim=64))
 DSA = kvdock.LayerSpec(kind="dsa", params=DSAParams(kv_lora_rank=512, qk_rope_head_dim=64, index_head_dim=128))
+hypothesis.settings.register_profile("rocm", max_examples=20, deadline=None)
+hypothesis.settings.load_profile("rocm")
+
 LAYERS = {"mha": MHA, "mla": MLA, "dsa": DSA}
 
 
@@ -39,5 +46,87 @@ def objections(plan):
         with pytest.raises(kvdock.UnsupportedCombination) as caught:
             plan(*args, **kwargs)
         return [reason for plugin, reason in caught.value.objections if plugin == "rocm" and reason != "declined"]
+
+    return make
+
+
+DSV4 = {
+    "architectures": ["DeepseekV4ForCausalLM"],
+    "model_type": "deepseek_v4",
+    "num_hidden_layers": 4,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 1,
+    "head_dim": 80,
+    "qk_rope_head_dim": 16,
+    "sliding_window": 128,
+    "index_head_dim": 128,
+    "max_position_embeddings": 2048,
+    "num_nextn_predict_layers": 1,
+    "torch_dtype": "bfloat16",
+    "compress_ratios": [0, 4, 128, 4],
+}
+"""A row is 80 columns, 160 bytes."""
+
+
+@pytest.fixture
+def small():
+    """Return the config of a small DeepSeek V4: a layer without compressed rows, two of ratio 4, one of 128."""
+    return dict(DSV4)
+
+
+@pytest.fixture
+def dsv4_registry():
+    """Return a function that gives the core, this plugin, DeepSeek V4 and, unless told otherwise, their variant."""
+    family = pytest.importorskip("kvdock_dsv4.hooks")
+    variant = importlib.import_module("kvdock_rocm.variants.dsv4")
+
+    def make(with_variant=True):
+        found = core_only()
+        found.add(hooks, name="rocm", tier="hardware")
+        found.add(family, name="dsv4", tier="family")
+        if with_variant:
+            found.add(variant, name="rocm.dsv4", tier="variant")
+        return found
+
+    return make
+
+
+@pytest.fixture
+def planned(dsv4_registry):
+    """Return a function that plans a small DeepSeek V4, or another config; storages are not rounded up."""
+
+    def make(config=None, budget=2**26, device="mi300x", with_variant=True, parallel=None, **options):
+        card = msgspec.structs.replace(hooks.device_catalogue()[device], granularity_bytes=1)
+        return kvdock.plan(
+            config or DSV4,
+            device=card,
+            options={"max_running_requests": 4, **options},
+            parallel=parallel,
+            budget_bytes=budget,
+            registry=dsv4_registry(with_variant),
+        )
+
+    return make
+
+
+@pytest.fixture
+def cached(planned):
+    """Return a function that builds the same on the host, with debug."""
+
+    def make(config=None, **options):
+        return kvdock.build(planned(config, **{"max_total_tokens": 4096, **options}), device="cpu", debug=True)
+
+    return make
+
+
+@pytest.fixture
+def dsv4_objections(planned):
+    """Return a function that plans in vain, and gives what the variant said against it."""
+
+    def make(**options):
+        with pytest.raises(kvdock.UnsupportedCombination) as caught:
+            planned(**options)
+        said = [reason for plugin, reason in caught.value.objections if plugin == "rocm.dsv4"]
+        return [reason for reason in said if reason != "declined" and not reason.startswith("unfit: ")]
 
     return make

@@ -389,6 +389,8 @@ class _Run:
         if self.tiers:
             self.tiers.read_step(request)
             return
+        if request.saved is not None:  # rings hold its newest tokens already; all is compared once it is back
+            return
         first_new = request.length - new
         oldest = 0 if self.slots.window is None else max(0, first_new - self.slots.window)
         drawn = {self.rng.randrange(request.length) for _ in range(SAMPLE_TOKENS - 2)}

@@ -121,7 +121,8 @@ class Kind(NamedTuple):
 
     `places` is for kinds in which not every token has a row, or keeps it: it says where the rows of tokens lie in
     the layer's own space, 0 where there is none (any more). Those that have one are written and compared. `ahead`
-    are the tokens that a request may write beyond its own and take back; ``None``: any number.
+    are the tokens that a request may write beyond its own and take back; ``None``: any number. `beside` are what the same
+    layers keep at other places of the same buffer.
     """
 
     parts: Callable[[Pool], tuple[Part, ...]]
@@ -129,6 +130,7 @@ class Kind(NamedTuple):
     read: Callable[[Layer, Where], Rows]
     places: Callable[[Layer, Tokens], torch.Tensor] | None = None
     ahead: int | None = None
+    beside: tuple[Kind, ...] = ()
 
 
 @runtime_checkable
@@ -151,10 +153,12 @@ def layers_of(cache: KVCache) -> Iterator[Layer]:
             continue
         router = cache.token_to_kv_pool if group.worker == TARGET else cache.drafts[group.worker]
         common = router, pool, group.worker
-        parts, mapped = kind.parts(pool), group.space != outline.numbering
-        for layer_id, owner, window in _readers(group, pool):
-            kept = window if space.window_tokens is not None else None
-            yield Layer(*common, layer_id, owner, kind, parts, mapped, kept)
+        mapped = group.space != outline.numbering
+        for each in (kind, *kind.beside):
+            parts = each.parts(pool)
+            for layer_id, owner, window in _readers(group, pool):
+                kept = window if space.window_tokens is not None else None
+                yield Layer(*common, layer_id, owner, each, parts, mapped, kept)
 
 
 def _readers(group: LayerGroup, pool: Pool) -> Iterator[tuple[int, int, int | None]]:

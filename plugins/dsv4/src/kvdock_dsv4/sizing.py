@@ -129,7 +129,7 @@ def _sliding(query: StateQuery) -> Space:
 def _window(query: StateQuery) -> int:
     """Return the largest window of what lives in sliding slots, drafts of other families included."""
     layers = [layer for group in query.all_groups if group.space == SWA for _, layer in group.layers]
-    return max(layer.window_tokens or 0 for layer in layers)
+    return max((layer.window_tokens or 0 for layer in layers), default=0)
 
 
 def _compressed(query: StateQuery, name: str) -> Space:

@@ -1,0 +1,1 @@
+"""Families whose cache has a form of its own on AMD devices."""
