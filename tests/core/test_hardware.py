@@ -5,9 +5,21 @@ import types
 import msgspec
 import pytest
 from kvdock.device import DeviceInfo
-from kvdock.errors import PlanError
-from kvdock.hardware import LiveDevices, first_line, is_ordinal, live_memory, plugin_settings
-from kvdock.options import CacheOptions
+from kvdock.errors import PlanError, nearest_model
+from kvdock.hardware import (
+    LiveDevices,
+    conversion_warnings,
+    first_line,
+    foreign_floats,
+    is_ordinal,
+    live_memory,
+    plugin_settings,
+    sparse_backends,
+)
+from kvdock.layout import Buffer
+from kvdock.model import LayerSpec, MHAParams, ModelSpec
+from kvdock.options import CacheOptions, Parallelism
+from kvdock.queries import PlanQuery
 
 DEVICES = LiveDevices("acme", "the SDK", "a profile plans without one")
 
@@ -108,3 +120,68 @@ def test_what_torch_holds_counts_as_free_before_loading_and_no_more_than_all_is_
 
 def test_an_error_without_words_is_named_by_its_kind():
     assert first_line(ValueError()) == "ValueError"
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("turbo_fast", "turbo_fast"),
+        ("TURBO-FAST", "turbo_fast"),
+        ("turbo", "turbo_fast"),  # its beginning
+        ("tubro_fast", "turbo_fast"),  # swapped
+        ("turb_fast", "turbo_fast"),  # left out
+        ("flash2", "flash2"),
+        ("flsh2", "flash2"),
+        ("ab-100", "ab-100-40gb"),
+    ],
+)
+def test_a_slip_of_a_name_is_told(name, meant):
+    assert nearest_model(name, ["flash2", "turbo_fast", "ab-100-40gb"]) == f"; did you mean {meant!r}?"
+
+
+@pytest.mark.parametrize("name", ["flash3", "flash22", "ab-10", "ab-200", "xab-100-40gb", "gpu", "slash2", "", "7"])
+def test_another_version_or_model_is_never_suggested(name):
+    assert nearest_model(name, ["flash2", "turbo_fast", "ab-100-40gb", "cpu"]) == ""
+
+
+def layout(**options):
+    """Return the question about a plan whose keys are of one encoding and whose index keys of another."""
+    buffers = (
+        Buffer(name="k", role="key", shape=(8,), dtype="float8_e4m3fn", owner="full"),
+        Buffer(name="v", role="value", shape=(8,), dtype="bfloat16", owner="full"),
+        Buffer(name="index_k", role="index", shape=(8,), dtype="uint8", element="float8_e5m2", owner="full"),
+    )
+    layer = LayerSpec(kind="mha", params=MHAParams(num_kv_heads=1, head_dim=8, v_head_dim=8))
+    model = ModelSpec(name="m", architecture="A", layers=(layer,), context_length=64, dtype="bfloat16")
+    return PlanQuery(
+        model=model,
+        options=CacheOptions(**options),
+        parallel=Parallelism(),
+        device=describe(0),
+        groups=(),
+        spaces={},
+        buffers=buffers,
+    )
+
+
+def test_every_buffer_is_judged_and_named_by_the_option_that_says_its_encoding():
+    asked = layout(kv_cache_dtype="fp8", index_dtype="torch.float8_e5m2")
+    assert foreign_floats(asked, ("float8_e4m3fn", "float8_e5m2")) == ""
+    assert foreign_floats(asked, ("float8_e5m2",)) == "kv_cache_dtype=fp8"
+    assert foreign_floats(asked, ()) == "kv_cache_dtype=fp8, index_dtype=torch.float8_e5m2"
+    assert foreign_floats(layout(model_dtype="fp8"), ("float8_e5m2",)) == "model_dtype=fp8"
+    assert foreign_floats(layout(index_dtype="auto"), ("float8_e4m3fn",)) == "buffer 'index_k' of 'full' in float8_e5m2"
+
+
+def test_keys_in_8_bits_are_warned_of_where_the_device_has_none_and_index_keys_have_no_choice():
+    able, plain = msgspec.structs.replace(describe(0), capabilities=("software_float8",)), describe(0)
+    keys, _, index = layout().buffers
+    (warning,) = conversion_warnings(able, (keys, index))
+    assert warning.startswith("acme 0 has no floats of 8 bits, so each read and write of float8_e4m3fn is converted in")
+    assert conversion_warnings(able, (index,)) == conversion_warnings(plain, (keys, index)) == ()
+
+
+def test_the_backend_of_sparse_layers_is_the_first_that_is_named():
+    assert sparse_backends(CacheOptions()) == (("sparse_prefill_backend", None), ("sparse_decode_backend", None))
+    given = CacheOptions(attention_backend="a", prefill_attention_backend="b", sparse_decode_backend="c")
+    assert sparse_backends(given) == (("prefill_attention_backend", "b"), ("sparse_decode_backend", "c"))

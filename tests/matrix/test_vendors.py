@@ -6,9 +6,10 @@ import warnings
 
 import kvdock
 import pytest
+from kvdock.cells import cell_warnings
 from kvdock.compat import compatible
 from kvdock.errors import PlanError, PluginError
-from kvdock.model import DSAParams
+from kvdock.model import DSAParams, MLAParams
 from kvdock.plugins import resolve
 from kvdock.plugins.loading import PluginWarning
 from kvdock.startup import core_only
@@ -223,6 +224,55 @@ def test_each_vendor_answers_for_its_own_devices(order, device, backend, owner, 
     assert group.pool_cls.plugin == owner
     assert next(buffer for buffer in group.buffers if buffer.name == "kv").shape[1:] == (1, 576)
     assert made.options.values.page_size == page_size
+
+
+def one_by_one(prefix, length, last, pages, page_size):
+    """Hand out tokens singly: the next of the request's page, or the first of the next page."""
+    found = []
+    for position in range(prefix, length):
+        last = last + 1 if position % page_size else next(pages) * page_size
+        found.append(last)
+    return found
+
+
+@pytest.mark.parametrize("device", ["h200", "mi300x", "mi355x"])
+def test_slots_are_those_of_a_loop_over_tokens_on_every_vendors_devices(device):
+    # A-09: page 128; (10, 50), (0, 0), (128, 128), (127, 300), with exactly the pages needed
+    torch = pytest.importorskip("torch")
+    torch.set_num_threads(1)
+    options = {"page_size": 128, "max_total_tokens": 5 * 128, "max_running_requests": 4}
+    made = kvdock.plan(model(MHA), device=device, registry=registry_of(), options=options, budget_bytes=2**26)
+    allocator = kvdock.build(made, device="cpu").token_to_kv_pool_allocator
+
+    def extend(prefixes, lengths, last):
+        counts = sum(lengths) - sum(prefixes)
+        tensors = (torch.tensor(values, dtype=torch.int64) for values in (prefixes, lengths, last))
+        prefix_lens, seq_lens, last_loc = tensors
+        return allocator.alloc_extend(prefix_lens, prefixes, seq_lens, lengths, last_loc, counts)
+
+    assert allocator.available_size() == 640
+    assert extend([0, 0, 0], [10, 128, 127], [-1, -1, -1]).numel() == 265
+    asked = [(10, 50, 137), (0, 0, -1), (128, 128, 383), (127, 300, 510)]
+    found = extend(*(list(column) for column in zip(*asked, strict=True)))
+    pages = iter([4, 5])
+    expected = [slot for prefix, length, last in asked for slot in one_by_one(prefix, length, last, pages, 128)]
+    assert found.tolist() == expected == [*range(138, 178), 511, *range(512, 684)]
+    assert (found.dtype, allocator.available_size()) == (torch.int64, 0)
+    assert extend([50, 0], [50, 0], [177, -1]).shape == (0,)  # nothing, and an empty free list
+    assert extend([300], [385], [683]) is None
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "nbytes"),
+    [("h200", "auto", 26_496), ("mi300x", "auto", 26_496), ("h200", "fp8", 13_248), ("mi300x", "fp8", 13_248)],
+)
+def test_latents_are_kept_as_latents_on_every_vendors_devices(device, dtype, nbytes):
+    # P-14: 23 layers of (512 + 64) columns, 2 bytes or 1; 12 heads of keys and values would be 309,120
+    layer = kvdock.LayerSpec(kind="mla", params=MLAParams(kv_lora_rank=512, qk_rope_head_dim=64))
+    spec = kvdock.ModelSpec(name="m", architecture="A", layers=(layer,) * 23, context_length=4096, dtype="bfloat16")
+    options = {"kv_cache_dtype": dtype, "max_running_requests": 4}
+    made = kvdock.plan(spec, device=device, registry=registry_of(), options=options, budget_bytes=2**30)
+    assert (made.bytes_per_token.kv, cell_warnings(made.outline)) == (nbytes, ())
 
 
 @pytest.mark.parametrize("order", ORDERS)

@@ -64,6 +64,27 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {match[0]!r}?" if match else ""
 
 
+def nearest_model(name: str, known: Iterable[str]) -> str:
+    """Return as `nearest`, for names of which each figure counts: no other device or version is ever suggested.
+
+    ``trtlm`` is a slip of ``trtllm`` and ``a100`` the beginning of ``a100-40gb``; h20, h800 and gb200 are no h200.
+    """
+    found = [other for other in sorted(known) if name and _is_slip(name.lower(), other)]
+    return nearest(name.lower(), found) or (f"; did you mean {found[0]!r}?" if found else "")
+
+
+def _is_slip(name: str, other: str) -> bool:
+    """Return whether `name` begins `other`, or differs by letters left out, added or swapped, never by a figure."""
+    if other.startswith(name):
+        return not other[len(name) :][:1].isdigit()
+    plain, meant = ("".join(filter(str.isalnum, text)) for text in (name, other))
+    shorter, longer = sorted((plain, meant), key=len)
+    rest = iter(longer)
+    is_within = len(longer) - len(shorter) <= 2 and len(shorter) > 2 and all(char in rest for char in shorter)
+    figures, others = ([char for char in text if char.isdigit()] for text in (plain, meant))
+    return figures == others and plain[:1] == meant[:1] and (is_within or sorted(plain) == sorted(meant))
+
+
 def printable(text: str, limit: int | None = 200) -> str:
     """Return `text` safe for a terminal: control characters replaced, cut after `limit` characters (``None``: whole)."""
     shown = text[:limit]

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
+from kvdock import dtypes
 from kvdock.device import DeviceInfo
-from kvdock.errors import PlanError, nearest
+from kvdock.errors import PlanError, nearest, nearest_model
+from kvdock.layout import TARGET, Buffer
 from kvdock.plugins.loading import PluginWarning
+from kvdock.pools.dsa import E4M3
 
 if TYPE_CHECKING:
     from kvdock.kernels.interface import Kernels
     from kvdock.options import CacheOptions
-    from kvdock.queries import PlanQuery
+    from kvdock.queries import PlanQuery, Query
 
 Settings = TypeVar("Settings", bound=msgspec.Struct)
 
@@ -27,6 +30,15 @@ BACKEND_OPTIONS = (
     "sparse_decode_backend",
 )
 """Options that name an attention backend."""
+
+SPARSE_BACKENDS = (
+    ("sparse_prefill_backend", "prefill_attention_backend", "attention_backend"),
+    ("sparse_decode_backend", "decode_attention_backend", "attention_backend"),
+)
+"""The options that name the backend of sparse layers in prefill, and in decode; the first that is given counts."""
+
+SOFTWARE_FLOATS = "software_float8"
+"""A device's capability of this name: it has no floats of 8 bits, so its kernels convert them one by one."""
 
 
 def plugin_settings(options: CacheOptions, plugin: str, cls: type[Settings], takes: str) -> Settings:
@@ -60,11 +72,85 @@ def unknown_backend(
     wrong = {name: value for name, value in asked.items() if value and value not in served}
     if not wrong:
         return None
-    listed = ", ".join(f"{name}={value}{nearest(value, served)}" for name, value in wrong.items())
+    listed = ", ".join(f"{name}={value}{nearest_model(value, served)}" for name, value in wrong.items())
     return (
         f"no attention backend of {query.device.name} is called so: {listed}; give one of "
         f"{', '.join(sorted(served))}, or name your own with "
         f"plugin_options={{'{plugin}': {{'backends': {sorted(set(wrong.values()))}}}}}"
+    )
+
+
+def sparse_backends(options: CacheOptions) -> tuple[tuple[str, str | None], ...]:
+    """Return the option that names the backend of sparse layers, and the name, in prefill and then in decode."""
+    each = [[(name, getattr(options, name)) for name in names] for names in SPARSE_BACKENDS]
+    return tuple(next((pair for pair in pairs if pair[1]), (pairs[0][0], None)) for pairs in each)
+
+
+def torn_rows(query: PlanQuery, raw: Collection[str], known: Collection[str]) -> str | None:
+    """Return the objection to a prefill and a decode backend that read different rows of one layer.
+
+    `raw` read rows of 8 bits without scales, the others of `known` rows with scales. Of a backend of the engine's own,
+    and of one that is not named, nothing is known: it is taken to read what the other does.
+    """
+    is_sparse = query.worker == TARGET and any(layer.kind == "dsa" for layer in query.model.layers)
+    if not is_sparse or query.kv_dtype not in E4M3:
+        return None
+    asked = sparse_backends(query.options)
+    without = [place for place, (_, name) in enumerate(asked) if name in raw]
+    scaled = [place for place, (_, name) in enumerate(asked) if name in known and name not in raw]
+    if not without or not scaled:
+        return None
+    (reader, backend), (other, others) = asked[without[0]], asked[scaled[0]]
+    option, value = dtype_option(query, "kv_cache_dtype")
+    return (
+        f"{reader}={backend} reads rows of {query.model.name} without scales, {other}={others} rows with scales, and with "
+        f"{option}={value or query.kv_dtype} there is one or the other; give "
+        f"{SPARSE_BACKENDS[scaled[0]][0]}={backend}, {SPARSE_BACKENDS[without[0]][0]}={others}, or kv_cache_dtype=bfloat16"
+    )
+
+
+def floats_of_8_bits(buffers: Iterable[Buffer]) -> Iterator[tuple[Buffer, str]]:
+    """Yield each buffer that holds floats of 8 bits, beside scales or alone, with their encoding."""
+    for buffer in buffers:
+        encoding = buffer.element or buffer.dtype
+        if dtypes.find(encoding).feature == "fp8":
+            yield buffer, encoding
+
+
+def foreign_floats(query: PlanQuery, native: Collection[str]) -> str:
+    """Return what a worker's pools keep in encodings of 8 bits other than `native`, for a message; empty if nothing.
+
+    An option that names the encoding, with its value, else the buffer.
+    """
+    wrong = ((buffer, encoding) for buffer, encoding in floats_of_8_bits(query.buffers) if encoding not in native)
+    return ", ".join(dict.fromkeys(_named_by(query, buffer, encoding) for buffer, encoding in wrong))
+
+
+def _named_by(query: PlanQuery, buffer: Buffer, encoding: str) -> str:
+    option, value = dtype_option(query, "index_dtype" if buffer.role == "index" else "kv_cache_dtype")
+    if value and dtypes.find(value).name == encoding:
+        return f"{option}={value}"
+    return f"buffer {buffer.name!r} of {buffer.owner!r} in {encoding}"
+
+
+def dtype_option(query: Query, name: str) -> tuple[str, str]:
+    """Return the option that decides what `name` (``kv_cache_dtype`` or ``index_dtype``) is, and its value or nothing.
+
+    Keys and values that follow the model are what ``model_dtype`` says.
+    """
+    follows = (name, "model_dtype") if name == "kv_cache_dtype" else (name,)
+    given = ((option, getattr(query.options, option)) for option in follows)
+    return next(((option, value) for option, value in given if value not in (None, "auto")), (name, ""))
+
+
+def conversion_warnings(device: DeviceInfo, buffers: Iterable[Buffer]) -> tuple[str, ...]:
+    """Return the warning of a plan that keeps floats of 8 bits where the device has none; index keys have no choice."""
+    found = sorted({encoding for buffer, encoding in floats_of_8_bits(buffers) if buffer.role != "index"})
+    if SOFTWARE_FLOATS not in device.capabilities or not found:
+        return ()
+    return (
+        f"{device.name} has no floats of 8 bits, so each read and write of {', '.join(found)} is converted in software: "
+        "that saves memory and costs time; kv_cache_dtype=bfloat16 needs no conversion",
     )
 
 

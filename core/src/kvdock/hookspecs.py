@@ -157,7 +157,8 @@ class KVDockSpecs:
             ...     kvdock_contract = "0.1"
             ...     @hookimpl
             ...     def get_pool_cls(self, query):
-            ...         return AcmePool if query.kind == "mha" else None
+            ...         is_ours = query.device.device_type == "acme" and query.group is not None
+            ...         return AcmePool if is_ours and query.kind == "mha" else None
 
         Contract: 0.1 added.
         """
@@ -178,7 +179,8 @@ class KVDockSpecs:
             ...     kvdock_contract = "0.1"
             ...     @hookimpl
             ...     def get_allocator_cls(self, query):
-            ...         return AcmeAllocator if len(query.spaces) == 1 else None
+            ...         is_ours = query.device.device_type == "acme"
+            ...         return AcmeAllocator if is_ours and len(query.spaces) == 1 else None
 
         Contract: 0.1 added.
         """
@@ -234,9 +236,10 @@ class KVDockSpecs:
             ...     kvdock_contract = "0.1"
             ...     @hookimpl
             ...     def validate_plan(self, query):
-            ...         if query.device.device_type != "acme" or query.options.page_size % 16 == 0:
+            ...         page_size = query.options.page_size or 1
+            ...         if query.device.device_type != "acme" or page_size % 16 == 0:
             ...             return None
-            ...         return f"page_size={query.options.page_size} is no multiple of 16; give 16 or 64"
+            ...         return f"page_size={page_size} is no multiple of 16; give 16 or 64"
 
         Contract: 0.1 added.
         """

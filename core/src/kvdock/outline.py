@@ -475,9 +475,12 @@ def _objections(
         found += [("core", f"{reason}; {advice}") for reason in _passed_over(chosen, builder)]
     for worker in builder.workers():
         own = tuple(group for group in groups if group.worker == worker)
-        classes = {choice.name: choice.cls for choice in pools if choice.worker == worker}
-        query = builder.query(PlanQuery, worker, groups=own, spaces=spaces, pools=classes)
-        found += resolve.objections(builder.registry, "validate_plan", query)
+        chosen_pools = [choice for choice in pools if choice.worker == worker]
+        classes = {choice.name: choice.cls for choice in chosen_pools}
+        buffers = tuple(buffer for choice in chosen_pools for buffer in choice.buffers)
+        query = builder.query(PlanQuery, worker, groups=own, spaces=spaces, pools=classes, buffers=buffers)
+        said = resolve.objections(builder.registry, "validate_plan", query)
+        found += said if worker == TARGET else [pair for pair in said if pair not in found]  # drafts share options
         if without_kv:
             found += resolve.objections(builder.registry, "validate_prefill_only", query)
     return found

@@ -14,6 +14,7 @@ from kvdock.costs import Costs, SlotCost, bytes_per_token, find_costs, kv_bytes_
 from kvdock.device import GIVEN_BUDGET, DeviceInfo, budget_device
 from kvdock.errors import PlanError
 from kvdock.fitting import Agreement, Fitted, Vector, fit, replay
+from kvdock.hardware import conversion_warnings
 from kvdock.layout import MAX_SLOTS, REQUESTS, Buffer
 from kvdock.limits import Limit, find_limits, limit_warnings
 from kvdock.model import ModelSpec
@@ -312,7 +313,7 @@ def plan_steps(
 
 def _sized(outline: Outline, budget: Budget, asked: Asked) -> PlanSteps:
     fitted = yield from fit(outline, budget, asked.cap_tokens, asked.rank, asked.ranks)
-    warnings = [*outline.warnings, *cell_warnings(outline)]
+    warnings = [*outline.warnings, *cell_warnings(outline), *conversion_warnings(outline.device, outline.buffers)]
     if budget.base == "fraction" and outline.device.index is None and not budget.weights_bytes:
         warnings.append(
             f"no weights are taken off the memory of {outline.device.name}; give weights_bytes (--weights), "

@@ -12,7 +12,7 @@ import msgspec
 
 from kvdock import dtypes
 from kvdock.device import DeviceInfo
-from kvdock.layout import TARGET, LayerGroup, Space
+from kvdock.layout import TARGET, Buffer, LayerGroup, Space
 from kvdock.model import LayerSpec, ModelSpec
 from kvdock.options import CacheOptions, Parallelism
 
@@ -157,8 +157,10 @@ class PlanQuery(Query, frozen=True, kw_only=True):
     """Asks validators for objections: everything that is decided but the sizes.
 
     `pools` is empty where some part of the plan has no class: what is said against it is reported with that.
+    `buffers` are all that those pools declare, each with its group as `owner`.
     """
 
     groups: tuple[LayerGroup, ...]
     spaces: Mapping[str, Space]
     pools: Mapping[str, type[Pool]] = {}
+    buffers: tuple[Buffer, ...] = ()

@@ -7,6 +7,7 @@ import msgspec
 import pytest
 from kvdock.model import DSAParams, MLAParams
 from kvdock.planner import plan_from
+from kvdock.pools import MHAPool
 from kvdock.startup import core_only
 from kvdock_cuda import hooks
 
@@ -24,9 +25,12 @@ AMD = kvdock.DeviceInfo(
 NO_KV = {"prefill_only_disable_kv_cache": True, "is_embedding": True, "prefix_cache": False}
 
 
-def plan(*layers, device="h200", **options):
+def plan(*layers, device="h200", beside=None, **options):
     registry = core_only()
     registry.add(hooks, name="cuda", tier="hardware", distribution="kvdock-cuda", version="0.1.0")
+    if beside is not None:
+        beside.kvdock_contract = "0.1"
+        registry.add(beside, name="cuda.odd", tier="variant", distribution="odd", version="0.1.0")
     model = kvdock.ModelSpec(name="m", architecture="A", layers=layers, context_length=4096, dtype="bfloat16")
     info = device if isinstance(device, kvdock.DeviceInfo) else hooks.device_catalogue()[device]
     return plan_from((model,), info, kvdock.CacheOptions(**options), kvdock.Parallelism(), registry, budget_bytes=2**30)
@@ -69,6 +73,13 @@ def test_4_bits_are_refused_before_sm_100(dtype):
     assert plan(MHA, kv_cache_dtype="fp8_e4m3").groups
 
 
+def test_index_keys_of_4_bits_are_refused_before_sm_100():
+    tail = " needs 4-bit floats, which devices have from sm_100 on, and h200 is sm_90; give "
+    assert objections(DSA, index_dtype="fp4") == [f"index_dtype=fp4{tail}index_dtype=fp8_e4m3"]
+    index = plan(DSA, device="b200", index_dtype="fp4").groups[0].buffers[1]
+    assert (index.name, index.shape[1:]) == ("index_k", (64 * 68,))
+
+
 @pytest.mark.parametrize("device", ["b200", "rtx5090"])
 @pytest.mark.parametrize("dtype", ["fp4", "nvfp4"])
 def test_4_bits_are_planned_from_sm_100_on(device, dtype):
@@ -84,10 +95,42 @@ def test_all_that_is_wrong_is_said_at_once():
 
 def test_an_encoding_of_others_is_refused():
     # P-03
-    assert objections(MHA, kv_cache_dtype="float8_e4m3fnuz") == [
-        "kv_cache_dtype=float8_e4m3fnuz is an encoding of other vendors' devices, which no kernel of h200 reads; "
-        "give fp8_e4m3 or fp8_e5m2"
+    foreign = "float8_e4m3fnuz"
+    tail = " is an encoding of other vendors' devices, which no kernel of h200 reads; give fp8_e4m3"
+    for layer in (MHA, MLA, DSA):
+        assert objections(layer, kv_cache_dtype=foreign) == [f"kv_cache_dtype={foreign}{tail}"]
+    assert objections(DSA, index_dtype=foreign) == [f"index_dtype={foreign}{tail}"]
+    assert objections(MHA, model_dtype=foreign) == [f"model_dtype={foreign}{tail}"]
+    assert objections(DSA, kv_cache_dtype="float8_e5m2fnuz", index_dtype=foreign) == [
+        f"kv_cache_dtype=float8_e5m2fnuz, index_dtype={foreign}{tail}"
     ]
+
+
+def test_what_no_option_says_is_named_by_its_buffer():
+    # P-03: a pool that keeps an encoding of its own
+    class Odd(MHAPool):
+        @classmethod
+        def buffers(cls, query):
+            return tuple(msgspec.structs.replace(each, dtype="float8_e4m3fnuz") for each in super().buffers(query))
+
+    class Plugin:
+        @kvdock.hookimpl
+        def get_pool_cls(self, query):
+            return Odd if query.group is not None else None
+
+    with pytest.raises(kvdock.UnsupportedCombination, match="buffer 'k' of 'full' in float8_e4m3fnuz, buffer 'v' of"):
+        plan(MHA, beside=Plugin(), kv_cache_dtype="fp8")
+
+
+@pytest.mark.parametrize(("device", "converted"), [("a100-80gb", True), ("l40s", False), ("h200", False)])
+def test_8_bits_are_planned_with_a_warning_where_the_device_has_none(device, converted):
+    """sm_80 keeps them as bytes and converts each one."""
+    found = [text for text in plan(MHA, device=device, kv_cache_dtype="fp8").warnings if "floats of 8 bits" in text]
+    assert found == converted * [
+        "a100-80gb has no floats of 8 bits, so each read and write of float8_e4m3fn is converted in software: that saves "
+        "memory and costs time; kv_cache_dtype=bfloat16 needs no conversion"
+    ]
+    assert not [text for text in plan(DSA, device=device).warnings if "floats of 8 bits" in text]
 
 
 def test_8_bits_are_the_common_encoding():
@@ -116,7 +159,7 @@ def test_prefill_without_kv_is_refused_elsewhere(device, backend):
         ({"sparse_decode_backend": "trtllm"}, ("cuda", "RawDSAPool"), 576),
         ({"sparse_prefill_backend": "trtllm"}, ("cuda", "RawDSAPool"), 576),
         ({"attention_backend": "trtllm_mla"}, ("cuda", "RawDSAPool"), 576),
-        ({"attention_backend": "trtllm", "sparse_prefill_backend": "flashmla"}, ("cuda", "RawDSAPool"), 576),
+        ({"attention_backend": "trtllm", "sparse_prefill_backend": "trtllm_mla"}, ("cuda", "RawDSAPool"), 576),
         ({"sparse_prefill_backend": "flashmla", "sparse_decode_backend": "fa3"}, ("core", "DSAPool"), 656),
         ({}, ("core", "DSAPool"), 656),
     ],
@@ -127,6 +170,40 @@ def test_rows_are_raw_for_trtllm_and_scaled_for_others(options, pool, columns):
     assert pool_of(made) == pool
     rows = next(buffer for buffer in made.groups[0].buffers if buffer.name == "kv")
     assert rows.shape[1:] == (1, columns)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (
+            {"sparse_prefill_backend": "trtllm", "sparse_decode_backend": "flashmla_kv"},
+            "sparse_prefill_backend=trtllm reads rows of m without scales, sparse_decode_backend=flashmla_kv rows with "
+            "scales, and with kv_cache_dtype=fp8_e4m3 there is one or the other; give sparse_decode_backend=trtllm, "
+            "sparse_prefill_backend=flashmla_kv, or kv_cache_dtype=bfloat16",
+        ),
+        (
+            {"attention_backend": "trtllm", "prefill_attention_backend": "flashmla"},
+            "attention_backend=trtllm reads rows of m without scales, prefill_attention_backend=flashmla rows with "
+            "scales, and with kv_cache_dtype=fp8_e4m3 there is one or the other; give sparse_prefill_backend=trtllm, "
+            "sparse_decode_backend=flashmla, or kv_cache_dtype=bfloat16",
+        ),
+    ],
+)
+def test_backends_that_read_different_rows_are_refused_together(options, reason):
+    assert objections(DSA, kv_cache_dtype="fp8_e4m3", **options) == [reason]
+    for advice in reason.partition("give ")[2].split(", ")[:2]:
+        name, _, value = advice.partition("=")
+        assert plan(DSA, kv_cache_dtype="fp8_e4m3", **options | {name: value}).groups
+    for dtype in ("bfloat16", "fp8_e5m2"):  # raw for all
+        assert plan(DSA, kv_cache_dtype=dtype, **options).groups
+    assert plan(MLA, kv_cache_dtype="fp8_e4m3", attention_backend="trtllm", decode_attention_backend="flashmla").groups
+
+
+def test_a_backend_of_the_engines_own_reads_what_stands_beside_it():
+    own = {"plugin_options": {"cuda": {"backends": ["mine"]}}, "sparse_prefill_backend": "mine"}
+    for backend, columns in (("trtllm", 576), ("flashmla_kv", 656)):
+        made = plan(DSA, kv_cache_dtype="fp8_e4m3", sparse_decode_backend=backend, **own)
+        assert made.groups[0].buffers[0].shape[1:] == (1, columns)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "fp8_e5m2"])

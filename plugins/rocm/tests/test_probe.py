@@ -122,8 +122,14 @@ def test_a_device_without_a_name_is_called_by_its_architecture():
             "device rocm:0 is gfx1201, and torch 2.9.0+made.up has no code for it (for gfx90a, gfx942 alone); install "
             f"one that has; {PROFILE}",
         ),
+        (
+            fake_torch(architecture="gfx90a", built=("gfx9-generic", "gfx9-4-generic")),
+            "0",
+            "device rocm:0 is gfx90a, and torch 2.9.0+made.up has no code for it (for gfx9-4-generic, gfx9-generic alone); "
+            f"install one that has; {PROFILE}",
+        ),
     ],
-    ids=["cpu", "cuda", "driver", "none", "index", "one", "busy", "architecture"],
+    ids=["cpu", "cuda", "driver", "none", "index", "one", "busy", "architecture", "generic"],
 )
 def test_why_there_is_no_device_is_one_line(torch, selector, line):
     with pytest.raises(PlanError) as caught:
@@ -136,6 +142,7 @@ def test_why_there_is_no_device_is_one_line(torch, selector, line):
     [
         ("gfx942", ("gfx942:sramecc+:xnack-",)),
         ("gfx942", ("gfx9-4-generic",)),
+        ("gfx1201", ("gfx942", "gfx12-generic")),
         ("gfx1201", ()),  # a torch that tells nothing
     ],
 )

@@ -69,8 +69,8 @@ def test_an_encoding_of_another_chip_is_refused(objections, device):
     # P-03
     architecture = {"mi210": "gfx90a", "mi355x": "gfx950"}[device]
     tail = (
-        f": the encoding of gfx942, which {architecture} ({device}) does not read; give fp8_e4m3 or fp8_e5m2, which mean "
-        "the device's own"
+        f": an encoding of 8 bits that {architecture} ({device}) does not read; give float8_e4m3fn, or, if your kernels "
+        "convert what they read, plugin_options={'rocm': {'foreign_floats': True}}"
     )
     foreign = "float8_e4m3fnuz"
     assert objections("mha", device, kv_cache_dtype=foreign) == [f"kv_cache_dtype={foreign}{tail}"]
@@ -78,6 +78,108 @@ def test_an_encoding_of_another_chip_is_refused(objections, device):
     assert objections("dsa", device, kv_cache_dtype="float8_e5m2fnuz", index_dtype=foreign) == [
         f"kv_cache_dtype=float8_e5m2fnuz, index_dtype={foreign}{tail}"
     ]
+
+
+COMMON = "float8_e4m3fn"
+CONVERTS = {"rocm": {"foreign_floats": True}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "named"),
+    [
+        ("mha", {"kv_cache_dtype": COMMON}, f"kv_cache_dtype={COMMON}"),
+        ("mla", {"kv_cache_dtype": "torch.float8_e5m2"}, "kv_cache_dtype=torch.float8_e5m2"),
+        ("dsa", {"index_dtype": COMMON}, f"index_dtype={COMMON}"),
+        (
+            "dsa",
+            {"kv_cache_dtype": COMMON, "index_dtype": COMMON},
+            f"kv_cache_dtype={COMMON}, index_dtype={COMMON}",
+        ),
+        ("mha", {"model_dtype": COMMON}, f"model_dtype={COMMON}"),
+    ],
+)
+def test_the_common_encodings_are_foreign_to_gfx942_unless_kernels_convert_them(plan, objections, kind, options, named):
+    # P-03: whatever buffer it is, and whatever option says so
+    assert objections(kind, "mi300x", **options) == [
+        f"{named}: an encoding of 8 bits that gfx942 (mi300x) does not read; give float8_e4m3fnuz, or, if your kernels "
+        "convert what they read, plugin_options={'rocm': {'foreign_floats': True}}"
+    ]
+    assert plan(kind, "mi300x", plugin_options=CONVERTS, **options).groups
+    assert plan(kind, "mi355x", **options).groups
+
+
+def test_a_short_name_of_the_models_own_type_means_what_the_chip_reads(plan):
+    # P-03
+    (group,) = plan("mha", "mi300x", model_dtype="fp8").groups
+    assert {buffer.dtype for buffer in group.buffers} == {"float8_e4m3fnuz"}
+
+
+def test_a_draft_does_not_repeat_what_is_said_of_its_target(objections):
+    draft = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "head_dim": 64,
+        "hidden_size": 128,
+        "max_position_embeddings": 4096,
+        "torch_dtype": "bfloat16",
+    }
+    eagle = {"speculative_algorithm": "EAGLE", "speculative_num_steps": 3, "speculative_num_draft_tokens": 4}
+    options = {"kv_cache_dtype": COMMON, "max_running_requests": 4, "draft": draft, **eagle}
+    assert len(objections("mha", "mi300x", **options)) == 1
+
+
+@pytest.mark.parametrize(("device", "converted"), [("mi210", True), ("mi250x", True), ("mi300x", False)])
+@pytest.mark.parametrize("dtype", ["fp8", "fp8_e5m2"])
+def test_8_bits_are_planned_with_a_warning_where_the_chip_has_none(plan, device, converted, dtype):
+    """gfx90a keeps them as bytes and converts each one: half the memory of bfloat16, no time."""
+    found = [text for text in plan("mha", device, kv_cache_dtype=dtype).warnings if "floats of 8 bits" in text]
+    encoding = {"fp8": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}[dtype]
+    assert found == converted * [
+        f"{device} has no floats of 8 bits, so each read and write of {encoding} is converted in software: "
+        "that saves memory and costs time; kv_cache_dtype=bfloat16 needs no conversion"
+    ]
+    assert not [text for text in plan("dsa", device).warnings if "floats of 8 bits" in text]
+    if converted:
+        with pytest.raises(kvdock.PlanError, match=r"strict planning refuses warnings: .* has no floats of 8 bits"):
+            plan("mha", device, kv_cache_dtype=dtype, strict=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (
+            {"sparse_prefill_backend": "tilelang", "sparse_decode_backend": "triton"},
+            "sparse_prefill_backend=tilelang reads rows of m without scales, sparse_decode_backend=triton rows with scales, "
+            "and with kv_cache_dtype=fp8 there is one or the other; give sparse_decode_backend=tilelang, "
+            "sparse_prefill_backend=triton, or kv_cache_dtype=bfloat16",
+        ),
+        (
+            {"attention_backend": "triton", "sparse_decode_backend": "aiter"},
+            "sparse_decode_backend=aiter reads rows of m without scales, attention_backend=triton rows with scales, "
+            "and with kv_cache_dtype=fp8 there is one or the other; give sparse_prefill_backend=aiter, "
+            "sparse_decode_backend=triton, or kv_cache_dtype=bfloat16",
+        ),
+    ],
+)
+@pytest.mark.parametrize("device", ["mi300x", "mi355x"])
+def test_backends_that_read_different_rows_are_refused_together(plan, objections, device, options, reason):
+    assert objections("dsa", device, kv_cache_dtype="fp8", **options) == [reason]
+    raw, scaled = reason.partition("give ")[2].split(", ")[:2]
+    for advice in (raw, scaled):
+        name, _, value = advice.partition("=")
+        assert plan("dsa", device, kv_cache_dtype="fp8", **options | {name: value}).groups
+    assert plan("dsa", device, kv_cache_dtype="bfloat16", **options).groups
+    assert plan("dsa", device, kv_cache_dtype="fp8_e5m2", **options).groups  # raw for all
+    assert plan("mla", device, kv_cache_dtype="fp8", attention_backend="tilelang").groups
+
+
+def test_a_backend_of_the_engines_own_reads_what_stands_beside_it(plan):
+    own = {"plugin_options": {"rocm": {"backends": ["mine"]}}, "sparse_prefill_backend": "mine"}
+    for backend, columns in (("aiter", 576), ("triton", 656)):
+        made = plan("dsa", kv_cache_dtype="fp8", sparse_decode_backend=backend, **own)
+        assert made.groups[0].buffers[0].shape[1:] == (1, columns)
 
 
 @pytest.mark.parametrize("option", BACKEND_OPTIONS)
@@ -114,10 +216,13 @@ def test_all_that_is_wrong_is_said_at_once(objections):
     ("given", "reason"),
     [
         ({"wide_offset": True}, "rocm has no option 'wide_offset'; did you mean 'wide_offsets'?; there are backends,"),
-        ({"wide_offsets": 1}, "rocm takes backends, a list of names, and wide_offsets, true or false: Expected `bool"),
+        (
+            {"wide_offsets": 1},
+            "rocm takes backends, a list of names, and wide_offsets and foreign_floats, true or false: Expected `bool",
+        ),
         (
             {"backends": "mine"},
-            "rocm takes backends, a list of names, and wide_offsets, true or false: Expected `array",
+            "rocm takes backends, a list of names, and wide_offsets and foreign_floats, true or false: Expected `array",
         ),
     ],
 )
@@ -132,3 +237,16 @@ def test_a_device_of_another_vendor_is_not_touched(plan):
     (group,) = made.groups
     assert (group.pool_cls.plugin, group.pool_cls.name) == ("core", "DSAPool")
     assert "index_dtype" not in made.options.sources or made.options.sources["index_dtype"] == "default"
+
+
+@pytest.mark.parametrize("device", ["mi210", "mi300x", "mi355x"])
+@pytest.mark.parametrize("backend", ["aiter", "triton", "ck"])
+@pytest.mark.parametrize("kind", ["mha", "mla"])
+@pytest.mark.parametrize("embeds", [True, False])
+def test_no_backend_prefills_without_a_cache(plan, device, backend, kind, embeds):
+    # P-09: the plugin widens nothing, so even embedding without prefixes or chunks is refused
+    asked = {"prefill_only_disable_kv_cache": True, "prefix_cache": False, "is_embedding": embeds, "page_size": 16}
+    with pytest.raises(
+        kvdock.UnsupportedCombination, match=rf"no attention backend of {device} is known to work without"
+    ):
+        plan(kind, device, attention_backend=backend, **asked)

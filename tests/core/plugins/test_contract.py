@@ -7,9 +7,10 @@ import re
 from pathlib import Path
 
 import pytest
-from kvdock import queries
+from kvdock import DeviceInfo, LayerSpec, MHAParams, ModelSpec, UnsupportedCombination, plan, queries
 from kvdock.hookspecs import CONTRACT, GROUPS, TIERS, KVDockSpecs
 from kvdock.plugins.loading import Registry, hook_names
+from kvdock.startup import core_only
 
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "hooks.md"
 COMMON = ("model", "options", "parallel", "device", "worker")
@@ -38,7 +39,7 @@ QUERIES = {
     "PoolQuery": (*COMMON, "kind", "group", "spaces", "groups"),
     "AllocatorQuery": (*COMMON, "spaces", "groups", "inner"),
     "RequestQuery": (*COMMON, "spaces", "groups", "columns"),
-    "PlanQuery": (*COMMON, "groups", "spaces", "pools"),
+    "PlanQuery": (*COMMON, "groups", "spaces", "pools", "buffers"),
 }
 """Contract 0.1: every query with its fields."""
 
@@ -86,6 +87,51 @@ def test_the_example_of_a_hook_is_a_plugin_that_registers(hook):
     registry = Registry()
     registry.add(plugin(), name="example", tier="hardware")
     assert registry.hooks_of(registry.members[0]) == (hook,)
+
+
+ACME = DeviceInfo(device_type="acme", name="acme-1", total_bytes=2**34, free_before_load_bytes=2**34, free_bytes=2**34)
+CPU = DeviceInfo(device_type="cpu", name="a cpu", total_bytes=2**34, free_before_load_bytes=2**34, free_bytes=2**34)
+LAYER = LayerSpec(kind="mha", params=MHAParams(num_kv_heads=2, head_dim=8, v_head_dim=8))
+LLAMA = ModelSpec(name="m", architecture="A", layers=(LAYER,) * 2, context_length=128, dtype="bfloat16")
+
+
+@pytest.mark.parametrize("hook", sorted(HOOKS))
+def test_the_example_of_a_hook_leaves_what_is_not_its_own(hook):
+    """A plugin copied from it must not claim the pool of every device, nor object to every plan."""
+    without = plan(LLAMA, device=CPU, budget_bytes=2**24, registry=core_only())
+    made = plan(LLAMA, device=CPU, budget_bytes=2**24, registry=with_example(hook))
+    assert made.to_json() == without.to_json()
+
+
+@pytest.mark.parametrize(
+    ("hook", "claimed"),
+    [("get_pool_cls", "AcmePool"), ("get_allocator_cls", "AcmeAllocator"), ("get_option_defaults", "64")],
+)
+def test_the_example_of_a_hook_serves_its_own_device(hook, claimed):
+    made = plan(LLAMA, device=ACME, budget_bytes=2**24, registry=with_example(hook))
+    decisions = {decision.hook: decision for decision in made.outline.decisions if decision.plugin == "example"}
+    assert {name: decision.name for name, decision in decisions.items()} == {hook: claimed}
+
+
+def test_the_example_of_an_objection_is_raised_on_its_own_device():
+    with pytest.raises(UnsupportedCombination, match="example: page_size=1 is no multiple of 16; give 16 or 64"):
+        plan(LLAMA, device=ACME, budget_bytes=2**24, registry=with_example("validate_plan"))
+    made = plan(
+        LLAMA, device=ACME, budget_bytes=2**24, registry=with_example("validate_plan"), options={"page_size": 16}
+    )
+    assert made.options.values.page_size == 16
+
+
+def with_example(hook):
+    """Return a registry of the core and the plugin of a hook's example."""
+    namespace = {}
+    for example in doctest.DocTestParser().get_examples(inspect.getdoc(getattr(KVDockSpecs, hook))):
+        exec(example.source, namespace)
+    (plugin,) = [value for value in namespace.values() if inspect.isclass(value) and hasattr(value, hook)]
+    registry = core_only()
+    tier = "family" if plugin.__name__.endswith("Family") else "hardware"
+    registry.add(plugin(), name="example", tier=tier, distribution="example", version="1.0")
+    return registry
 
 
 def test_the_page_has_a_heading_and_an_include_for_every_hook():

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvdock.cli.inputs import make_plan, once, plan_arguments, read_whole
+from kvdock.cli.inputs import make_plan, once, plan_arguments, read_options, read_whole
 from kvdock.cli.output import foreign_prints_to_stderr
 from kvdock.cli.text import one_line
 from kvdock.errors import BuildError, PlanError
@@ -59,7 +59,7 @@ def command(
         memory = DEFAULT_BYTES
     _need_torch()
     with foreign_prints_to_stderr():
-        plan = make_plan(model, device or "cpu", memory, weights, values)
+        plan = make_plan(model, device or _host(values), memory, weights, values)
         report = _drive(plan, _arrivals(plan, trace, requests, seed, scale), seed)
     from kvdock.cli.render import draw_report
 
@@ -73,6 +73,25 @@ def command(
         raise BuildError(
             f"the run failed: {'; '.join(report.problems)}; this is a fault of the pools, please report it"
         )
+
+
+def _host(values: Mapping[str, Any]) -> str:
+    """Return the device of a run that names none: the CPU, unless hardware is asked for by name.
+
+    Raises:
+        PlanError: it is; the CPU does not take its place.
+    """
+    from kvdock.startup import candidates
+
+    asked = read_options(values).plugins or ()
+    hardware = sorted({found.name for found in candidates() if found.tier == "hardware" and found.name in asked})
+    if hardware:
+        ways = " or ".join(f"--device {name}:0" for name in hardware)
+        raise PlanError(
+            f"--plugin {' and '.join(hardware)} asks for hardware, and no device is named to run on; give {ways}, or "
+            "--device cpu"
+        )
+    return "cpu"
 
 
 def _need_torch() -> None:

@@ -30,7 +30,11 @@ class Kernels(abc.ABC):
 
     @abc.abstractmethod
     def store(self, view: torch.Tensor, loc: torch.Tensor, values: torch.Tensor) -> None:
-        """Write ``values[i]`` to slot ``loc[i]`` of `view`; `values` are of the view's dtype."""
+        """Write ``values[i]`` to slot ``loc[i]`` of `view`.
+
+        Raises:
+            SlotError: another number of rows than of slots, or rows of another type or length than the view's.
+        """
 
     @abc.abstractmethod
     def store_kv(
@@ -62,8 +66,7 @@ class Kernels(abc.ABC):
         from kvdock.kernels import microscaling
 
         elements, steps = microscaling.encode(values, block_format, global_scale)
-        self.store(data, loc, elements)
-        self.store(scales, loc, steps.view(loc.shape[0], *scales.shape[2:]))
+        self.store_kv(data, scales, loc, elements, steps)
 
     def load_blocks(
         self,
@@ -95,7 +98,7 @@ class Kernels(abc.ABC):
 
         Steps may lie over each other, as the windows of a convolution do.
         """
-        view[:, step].index_put_((rows.long(),), values)
+        self.store(view[:, step].unsqueeze(1), rows, values)
 
     def commit_steps(
         self,
@@ -110,7 +113,7 @@ class Kernels(abc.ABC):
         """
         row, step = rows.long(), steps.long()
         for source, target in pairs:
-            self.store(target, loc, source[row, step])
+            self.store(target, loc, self.gather(source, row * source.shape[1] + step))
 
     @abc.abstractmethod
     def alloc_extend(
@@ -166,7 +169,10 @@ class Kernels(abc.ABC):
     def quantize_blocks(self, values: torch.Tensor, dtype: str, block: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return `values` ``[…, dim]`` as bytes of `dtype`, and a scale for each `block` of the last dimension.
 
-        Scales are float32 for 8-bit floats, and the bytes of powers of two for 4-bit ones.
+        Scales are float32 for 8-bit floats, and the bytes of powers of two for 4-bit ones. The last block may be short.
+
+        Raises:
+            SlotError: an odd number of 4-bit elements, which end inside a byte.
         """
 
     @abc.abstractmethod

@@ -17,6 +17,7 @@ from __future__ import annotations
 import torch
 
 from kvdock.dtypes import DType
+from kvdock.errors import SlotError
 
 PER_BYTE = {4: 2, 8: 1}
 """Bits of an element → elements in a byte."""
@@ -30,12 +31,14 @@ def encode(
     """Return `values` ``[…, width]`` as bytes: data ``[…, width / elements in a byte]``, scales ``[…, blocks]``.
 
     The last block of a row may be short. `global_scale` (one element) is a factor of every e4m3 scale.
+
+    Raises:
+        SlotError: an odd number of elements that lie two to a byte.
     """
-    width, size = values.shape[-1], block_format.block
-    wide = values.to(torch.float32)
-    short = -width % size
-    padded = torch.nn.functional.pad(wide, (0, short)) if short else wide.contiguous()
-    blocks = padded.view(*wide.shape[:-1], (width + short) // size, size)
+    width = values.shape[-1]
+    if width % PER_BYTE[block_format.bits]:
+        raise SlotError(f"a row of {width} elements of 4 bits ends inside a byte; give rows of an even number")
+    blocks = in_blocks(values, block_format.block)
     scales = _scales(blocks, block_format, global_scale)
     steps = _steps(scales, block_format, global_scale).unsqueeze(-1)
     scaled = (blocks / steps).flatten(-2)[..., :width]
@@ -58,6 +61,14 @@ def decode(
     width, size = values.shape[-1], block_format.block
     steps = _steps(scales, block_format, global_scale).reshape(*data.shape[:-1], -(-width // size))
     return values.mul_(steps.repeat_interleave(size, dim=-1)[..., :width]).to(dtype)
+
+
+def in_blocks(values: torch.Tensor, size: int) -> torch.Tensor:
+    """Return `values` ``[…, width]`` as float32 ``[…, blocks, size]``, zeros after what the last block has."""
+    width, wide = values.shape[-1], values.to(torch.float32)
+    short = -width % size
+    padded = torch.nn.functional.pad(wide, (0, short)) if short else wide.contiguous()
+    return padded.view(*wide.shape[:-1], (width + short) // size, size)
 
 
 def _scales(blocks: torch.Tensor, block_format: DType, global_scale: torch.Tensor | None) -> torch.Tensor:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from kvdock.errors import SlotError
 from kvdock.kernels import blocks, slots
 from kvdock.kernels.interface import Kernels
 
@@ -21,12 +22,15 @@ class ReferenceKernels(Kernels):
 
     def store(self, view: torch.Tensor, loc: torch.Tensor, values: torch.Tensor) -> None:
         """Write ``values[i]`` to slot ``loc[i]``; of a slot named twice, either value may stay."""
+        check_values(view, loc.shape[0], values)
         _store(view, loc, values)
 
     def store_kv(
         self, k_view: torch.Tensor, v_view: torch.Tensor, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> None:
         """Write keys, then values, of the same slots."""
+        check_values(k_view, loc.shape[0], k)
+        check_values(v_view, loc.shape[0], v)
         index = _store(k_view, loc, k)
         _store(v_view, loc, v, index)
 
@@ -34,14 +38,14 @@ class ReferenceKernels(Kernels):
         """Write `latent` to the first columns and `rope` to the last ones; ``[n, dim]`` or ``[n, 1, dim]`` each."""
         heads = view.shape[2:-1]
         lora, rest = latent.shape[-1], rope.shape[-1]
-        self.store(view[..., :lora], loc, latent.reshape(-1, *heads, lora))
-        self.store(view[..., view.shape[-1] - rest :], loc, rope.reshape(-1, *heads, rest))
+        first, last = view[..., :lora], view[..., view.shape[-1] - rest :]
+        self.store_kv(first, last, loc, latent.reshape(-1, *heads, lora), rope.reshape(-1, *heads, rest))
 
     def gather(self, view: torch.Tensor, loc: torch.Tensor) -> torch.Tensor:
         """Return a copy of the rows at `loc`."""
         rows = _rows(view.shape, view.stride(), view.storage_offset(), view.dtype)
         if rows is None:
-            return view[_page_and_offset(loc.to(torch.int64), view.shape[1])]
+            return _bits(view)[_page_and_offset(loc.to(torch.int64), view.shape[1])].view(view.dtype)
         found = rows.table(view).index_select(0, _index(rows, view.shape[1], loc.reshape(-1)))
         return found.view(view.dtype).view(*loc.shape, *view.shape[2:])
 
@@ -55,7 +59,7 @@ class ReferenceKernels(Kernels):
         for view in views:
             rows = _rows(view.shape, view.stride(), view.storage_offset(), view.dtype)
             if rows is None:
-                view[_page_and_offset(loc.to(torch.int64), view.shape[1])] = 0
+                _bits(view)[_page_and_offset(loc.to(torch.int64), view.shape[1])] = 0
             else:
                 rows.table(view).index_fill_(0, _index(rows, view.shape[1], loc), 0)
 
@@ -116,7 +120,8 @@ class _Rows(NamedTuple):
     """How the slots of a view are rows of one tensor: `total` of them, `apart` words from each other.
 
     `word` is the widest integer that rows are made of: copied 64 bits at a time, they take half the time of
-    16. `gap` is what a page number adds to a slot where pages do not follow each other.
+    16, and torch indexes integers on every device, floats of 8 bits not on the host. `gap` is what a page number adds
+    to a slot where pages do not follow each other.
     """
 
     word: torch.dtype
@@ -129,6 +134,16 @@ class _Rows(NamedTuple):
         """Return the rows of a view of this form, ``[total, words]``."""
         words = view if self.word is view.dtype else view.view(self.word)
         return words.as_strided((self.total, self.words), (self.apart, 1))
+
+    def words_of(self, values: torch.Tensor) -> torch.Tensor:
+        """Return rows ``[n, elements]`` as words; a copy of those that do not start and end on words."""
+        if self.word is values.dtype:
+            return values
+        ratio = self.word.itemsize // values.dtype.itemsize
+        are_words = ratio == 1 or (
+            values.stride(1) == 1 and values.stride(0) % ratio == 0 and values.storage_offset() % ratio == 0
+        )
+        return (values if are_words else values.clone(memory_format=torch.contiguous_format)).view(self.word)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -148,15 +163,18 @@ def _rows(shape: torch.Size, strides: tuple[int, ...], offset: int, dtype: torch
     count = pages * page_size + max(0, pages - 1) * gap
     last = shape[-1] if len(shape) > 2 else 1
     item = dtype.itemsize
-    for nbytes, word in _WORDS:
-        if nbytes <= item:
-            break
-        if all(extent * item % nbytes == 0 for extent in (last, *strides[: len(shape) - 1], offset)):
+    for nbytes, word in _WORDS.items():
+        if nbytes > item and all(extent * item % nbytes == 0 for extent in (last, *strides[: len(shape) - 1], offset)):
             return _Rows(word, count, elements * item // nbytes, row * item // nbytes, gap)
-    return _Rows(dtype, count, elements, row, gap)
+    return _Rows(_WORDS.get(item, dtype), count, elements, row, gap)
 
 
-_WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16))
+_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor as integers of its own width, whatever its strides."""
+    return tensor.view(_WORDS.get(tensor.dtype.itemsize, tensor.dtype))
 
 
 def _index(rows: _Rows, page_size: int, loc: torch.Tensor) -> torch.Tensor:
@@ -179,16 +197,29 @@ def _store(
     """Write `values` to the slots `loc`; return the rows that they are, for a view whose pages lie alike."""
     rows = _rows(view.shape, view.stride(), view.storage_offset(), view.dtype)
     if rows is None:
-        view[_page_and_offset(loc.to(torch.int64), view.shape[1])] = values
+        place = _page_and_offset(loc.to(torch.int64), view.shape[1])
+        _bits(view)[place] = _bits(values).reshape(loc.shape[0], *view.shape[2:])
         return None
     page_size = view.shape[1]
     if known is None or known.page_size != page_size or known.gap != rows.gap:
         known = _Indexed(page_size, rows.gap, _index(rows, page_size, loc))
-    words = values.reshape(values.shape[0], view.shape[2:].numel())
-    if rows.word is not view.dtype:
-        words = words.contiguous().view(rows.word)
+    words = rows.words_of(values.reshape(loc.shape[0], view.shape[2:].numel()))
     rows.table(view).index_copy_(0, known.slots, words)
     return known
+
+
+def check_values(view: torch.Tensor, n: int, values: torch.Tensor) -> None:
+    """Refuse what is not `n` rows for `view`.
+
+    Raises:
+        SlotError: another number of rows, or rows of another type or length.
+    """
+    wanted = view.shape[2:].numel()
+    if values.dtype is not view.dtype or values.shape[0] != n or values.numel() != n * wanted:
+        raise SlotError(
+            f"values of shape {list(values.shape)} in {values.dtype} for {n} slots of a view {list(view.shape)} in "
+            f"{view.dtype}; give {n} rows of {wanted} elements of the view's type"
+        )
 
 
 def _page_and_offset(slot: torch.Tensor, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:

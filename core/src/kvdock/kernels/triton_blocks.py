@@ -190,6 +190,14 @@ class Rows(NamedTuple):
         """What both kernels are told of rows."""
         return {"HEADS": self.heads, "WIDTH": self.width}
 
+    def fit(self, block_format: Format, data: torch.Tensor, scales: torch.Tensor) -> bool:
+        """Return whether the slots of two views of bytes hold the elements of a row, head after head, and its scales."""
+        nbytes, rest = divmod(self.width * block_format.bits, 8)
+        blocks = ceil_div(self.width, block_format.size)
+        held = data.shape[2:].numel(), scales.shape[2:].numel()
+        are_bytes = data.dtype is scales.dtype is torch.uint8
+        return are_bytes and rest == 0 and held == (self.heads * nbytes, self.heads * blocks)
+
     def grid(self, n: int, constants: dict[str, Any]) -> tuple[int]:
         """Return how many programs treat the blocks of `n` rows."""
         blocks = n * self.heads * ceil_div(self.width, constants["SIZE"])

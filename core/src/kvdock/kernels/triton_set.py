@@ -11,9 +11,8 @@ import torch
 
 from kvdock import dtypes
 from kvdock.dtypes import DType
-from kvdock.errors import SlotError
 from kvdock.kernels import triton_slots
-from kvdock.kernels.reference import ReferenceKernels
+from kvdock.kernels.reference import ReferenceKernels, check_values
 from kvdock.kernels.spans import Ints
 from kvdock.kernels.triton_blocks import Format, Rows, launch_decode, launch_encode
 from kvdock.kernels.triton_floats import ELEMENTS
@@ -43,11 +42,11 @@ class TritonKernels(ReferenceKernels):
 
     def store(self, view: torch.Tensor, loc: torch.Tensor, values: torch.Tensor) -> None:
         """Write ``values[i]`` to slot ``loc[i]`` in one launch."""
-        target = _side(view, loc)
+        target, n = _side(view, loc), loc.shape[0]
         if target is None:
             super().store(view, loc, values)
         else:
-            launch_copy(target, _checked(target, values), loc.shape[0], view)
+            launch_copy(target, _checked(target, values, n), n, view)
 
     def store_kv(
         self, k_view: torch.Tensor, v_view: torch.Tensor, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor
@@ -57,7 +56,8 @@ class TritonKernels(ReferenceKernels):
         if keys is None or values is None:
             super().store_kv(k_view, v_view, loc, k, v)
         else:
-            launch_pair((keys, _checked(keys, k)), (values, _checked(values, v)), loc.shape[0])
+            n = loc.shape[0]
+            launch_pair((keys, _checked(keys, k, n)), (values, _checked(values, v, n)), n)
 
     def store_mla(self, view: torch.Tensor, loc: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor) -> None:
         """Write `latent` to the first columns and `rope` to the last ones in one launch."""
@@ -102,10 +102,6 @@ class TritonKernels(ReferenceKernels):
         else:
             super().clear(views, loc)
 
-    def store_step(self, view: torch.Tensor, rows: torch.Tensor, step: int, values: torch.Tensor) -> None:
-        """Write ``values[i]`` to ``view[rows[i], step]`` in one launch."""
-        self.store(view[:, step].unsqueeze(1), rows, values)
-
     def commit_steps(
         self,
         pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
@@ -132,12 +128,13 @@ class TritonKernels(ReferenceKernels):
         global_scale: torch.Tensor | None = None,
     ) -> None:
         """Encode floats and store elements and scales in one launch."""
-        sides = _flat(data, loc), _flat(scales, loc)
-        if sides[0] is None or sides[1] is None or values.shape[0] != loc.shape[0]:
+        sides, form = (_flat(data, loc), _flat(scales, loc)), _format(block_format)
+        rows = Rows(values.shape[1:-1].numel(), values.shape[-1])
+        fits = values.shape[0] == loc.shape[0] and rows.fit(form, data, scales)
+        if sides[0] is None or sides[1] is None or not fits:
             super().store_blocks(data, scales, loc, values, block_format, global_scale)
         else:
-            rows = Rows(values.shape[1:-1].numel(), values.shape[-1])
-            launch_encode(_flat_rows(values), rows, sides[0], sides[1], _format(block_format), global_scale)
+            launch_encode(_flat_rows(values), rows, sides[0], sides[1], form, global_scale)
 
     def load_blocks(
         self,
@@ -149,14 +146,14 @@ class TritonKernels(ReferenceKernels):
         global_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Read and decode the slots `loc`, or all, in one launch."""
-        sides = _flat(data, loc), _flat(scales, loc)
-        if sides[0] is None or sides[1] is None:
+        sides, form = (_flat(data, loc), _flat(scales, loc)), _format(block_format)
+        rows = Rows(data.shape[2:-1].numel(), data.shape[-1] * 8 // block_format.bits)
+        if sides[0] is None or sides[1] is None or not rows.fit(form, data, scales):
             return super().load_blocks(data, scales, loc, block_format, dtype, global_scale)
         lead = data.shape[:2] if loc is None else loc.shape
-        rows = Rows(data.shape[2:-1].numel(), data.shape[-1] * 8 // block_format.bits)
         direct = dtype if dtype in _DECODED else torch.float32
         out = torch.empty((lead.numel(), rows.heads * rows.width), dtype=direct, device=data.device)
-        launch_decode(out, rows, sides[0], sides[1], _format(block_format), global_scale)
+        launch_decode(out, rows, sides[0], sides[1], form, global_scale)
         return out.view(*lead, *data.shape[2:-1], rows.width).to(dtype)
 
     def alloc_extend(
@@ -202,14 +199,16 @@ class TritonKernels(ReferenceKernels):
     def quantize_blocks(self, values: torch.Tensor, dtype: str, block: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return bytes and scales, in one launch."""
         block_format = _quantised(dtype, block)
-        if not _is_here(values) or block_format is None or (block_format.bits == 8 and values.shape[-1] % block):
+        if not _is_here(values) or block_format is None or values.shape[-1] % (8 // block_format.bits):
             return super().quantize_blocks(values, dtype, block)
         lead, rows = values.shape[:-1], Rows(1, values.shape[-1])
         width = rows.width * block_format.bits // 8
         data = torch.empty((lead.numel(), width), dtype=torch.uint8, device=values.device)
         blocks = ceil_div(rows.width, block)
         scales = data.new_empty((lead.numel(), blocks), dtype=block_format.scale_dtype)
-        launch_encode(_flat_rows(values.reshape(-1, rows.width)), rows, dense(data), dense(scales), block_format, None)
+        launch_encode(
+            _flat_rows(values.reshape(lead.numel(), rows.width)), rows, dense(data), dense(scales), block_format, None
+        )
         return data.view(*lead, width), scales.view(*lead, blocks)
 
     def dequantize_blocks(self, data: torch.Tensor, scales: torch.Tensor, dtype: str, block: int) -> torch.Tensor:
@@ -219,8 +218,8 @@ class TritonKernels(ReferenceKernels):
             return super().dequantize_blocks(data, scales, dtype, block)
         lead, width = data.shape[:-1], data.shape[-1] * 8 // block_format.bits
         out = torch.empty((lead.numel(), width), dtype=torch.float32, device=data.device)
-        elements = dense(_flat_rows(data.reshape(-1, data.shape[-1])))
-        factors = dense(_flat_rows(scales.reshape(-1, ceil_div(width, block))))
+        elements = dense(_flat_rows(data.reshape(lead.numel(), data.shape[-1])))
+        factors = dense(_flat_rows(scales.reshape(lead.numel(), ceil_div(width, block))))
         launch_decode(out, Rows(1, width), elements, factors, block_format, None)
         return out.view(*lead, width)
 
@@ -264,20 +263,9 @@ def _flat(view: torch.Tensor, loc: torch.Tensor | None) -> Side | None:
     return side._replace(loc=None) if loc is None else side
 
 
-def _checked(target: Side, values: torch.Tensor) -> Side:
-    """Return `values` as dense rows for `target`.
-
-    Raises:
-        SlotError: another number of them than of slots, or rows of another type or length.
-    """
-    view, loc = target.view, target.loc
-    n = None if loc is None else loc.shape[0]
-    wanted = view.shape[2:].numel()
-    if values.dtype is not view.dtype or values.shape[0] != n or values.numel() != values.shape[0] * wanted:
-        raise SlotError(
-            f"values of shape {list(values.shape)} in {values.dtype} for {n} slots of a view {list(view.shape)} in "
-            f"{view.dtype}; give {n} rows of {wanted} elements of the view's type"
-        )
+def _checked(target: Side, values: torch.Tensor, n: int) -> Side:
+    """Return `values` as `n` dense rows for `target`; refuses what `check_values` refuses."""
+    check_values(target.view, n, values)
     return dense(values)
 
 
@@ -295,6 +283,6 @@ def _format(block_format: DType) -> Format:
 def _quantised(dtype: str, block: int) -> Format | None:
     """Return the format of `quantize_blocks` for a data type; ``None`` for one that the kernels have not."""
     found = dtypes.find(dtype)
-    if found.bits == 4:
-        return Format(4, found.element, block, found.scale)
+    if found.bits == 4:  # a byte of two blocks would have two writers
+        return None if block % 2 else Format(4, found.element, block, found.scale)
     return Format(8, found.name, block, "float32") if found.name in ELEMENTS else None

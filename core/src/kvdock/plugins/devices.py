@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvdock.device import DeviceInfo
-from kvdock.errors import PlanError, PluginError, nearest
+from kvdock.errors import PlanError, PluginError, nearest, nearest_model
 from kvdock.hookspecs import TIERS
 from kvdock.kernels.interface import Kernels
 from kvdock.options import CacheOptions
@@ -124,6 +124,11 @@ def find_device(registry: Registry, selector: str) -> DeviceInfo:
         PlanError: unknown (with the nearest name and the list), not here, or of two owners (with how to choose).
         PluginError: the plugin that was named failed.
     """
+    if "," in selector:
+        raise PlanError(
+            f"device={selector!r} names several, and a plan is for one; give one of them, or compare them with "
+            f"--compare device={selector}"
+        )
     profiles = catalogue(registry)
     owner, colon, name = selector.partition(":")
     if not colon:
@@ -139,7 +144,9 @@ def find_device(registry: Registry, selector: str) -> DeviceInfo:
     live = mine.get(name) or probe(registry, plugin, name)
     if live is None:
         listed = ", ".join(f"{plugin}:{known}" for known in sorted(mine)) or "no profile"
-        raise PlanError(f"device {selector!r} is not here{nearest(name, mine)} (plugin {plugin!r} lists {listed})")
+        raise PlanError(
+            f"device {selector!r} is not here{nearest_model(name, mine)} (plugin {plugin!r} lists {listed})"
+        )
     return live
 
 
@@ -158,7 +165,7 @@ def _owner(registry: Registry, profiles: dict[str, list[tuple[str, DeviceInfo]]]
     known = sorted({*profiles, *plugins})
     failed = [f"{p.name} is not loaded: {p.reason}" for p in registry.problems if p.name == owner]
     listed = ", ".join(known) or "none"
-    why = f"; {failed[0]}" if failed else nearest(owner, known)
+    why = f"; {failed[0]}" if failed else nearest_model(owner, known)
     raise PlanError(f"no device is called {selector!r}{why} (known: {listed}){_not_asked(registry, owner)}")
 
 

@@ -27,7 +27,10 @@ def main() -> None:
 @click.argument("name")
 @click.option("--kind", type=click.Choice(templates.KINDS), default="hardware", help="What it is a plugin for.")
 @click.option(
-    "--out", type=click.Path(file_okay=False, path_type=Path), default=Path(), help="Folder to make kvdock-NAME in."
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path(),
+    help="Folder to make kvdock-NAME in; it is made too, if its parent is there.",
 )
 def new_command(name: str, kind: str, out: Path) -> None:
     """Write kvdock-NAME, a plugin that works and passes the conformance suites, to be changed file by file."""

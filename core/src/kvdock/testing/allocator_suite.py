@@ -12,6 +12,7 @@ from kvdock.builder import build
 from kvdock.errors import SlotError
 from kvdock.testing.batch import Batch, allocated, allocated_tensor, slots_of
 from kvdock.testing.counting import bytes_made
+from kvdock.testing.refusing import refused
 from kvdock.testing.suite_base import Suite
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class AllocatorSuite(Suite):
         page = allocator.page_size
         found = allocator.alloc(3 * page)
         assert found is not None
-        assert found.dtype == getattr(torch, allocator.slot_dtype)
+        assert found.dtype == getattr(torch, allocator.slot_dtype), _of_type("alloc", found, allocator)
         for start in range(0, 3 * page, page):
             first = int(found[start])
             assert first % page == 0
@@ -79,7 +80,9 @@ class AllocatorSuite(Suite):
         allocator, page = batch.allocator, batch.allocator.page_size
         batch.grow(1, page)
         free = allocator.available_size()
-        assert allocator.alloc(free + page) is None
+        for much in (free + page, 8 * allocator.size):
+            assert allocator.alloc(much) is None
+            assert allocator.available_size() == free, f"an alloc of {much} slots was not served, and {free} were free"
         assert batch.try_extend([(0, free + 1)]) is None
         rest = allocator.alloc(free)
         assert rest is not None
@@ -89,12 +92,29 @@ class AllocatorSuite(Suite):
         assert allocator.available_size() == free
         batch.check()
 
+    def test_a_decode_that_lacks_one_page_takes_none(self, batch: Batch) -> None:
+        """Two requests are at a bound and one page is free: the decode answers ``None``, and the page is still free."""
+        allocator, page = batch.allocator, batch.allocator.page_size
+        batch.grow(2, page)
+        assert allocator.alloc(allocator.available_size() - page) is not None
+        assert batch.try_decode() is None
+        assert batch.try_extend([(0, 1), (0, 1)]) is None
+        free = allocator.available_size()
+        assert free == page, f"decode and extend of two pages were not served, and of {page} free slots {free} are left"
+
+    def test_no_slots_are_an_empty_answer(self, allocator: Allocator) -> None:
+        """An alloc of no slots is served, with none; freeing none changes nothing."""
+        slots = allocated_tensor(allocator.alloc(0))
+        assert tuple(slots.shape) == (0,)
+        allocator.free(slots)
+        assert allocator.available_size() == allocator.size
+
     def test_a_refused_call_changes_nothing(self, batch: Batch) -> None:
         """Calls that contradict themselves raise `SlotError` before anything is taken or given back."""
         batch.grow(2, batch.allocator.page_size)
         free, state = batch.allocator.available_size(), batch.allocator.backup_state()
-        for call in batch.contradictions():
-            with pytest.raises(SlotError):
+        for what, call in batch.contradictions().items():
+            with refused(what, "verify the arguments before anything is taken or given back"):
                 call()
             assert batch.allocator.available_size() == free
             batch.check()
@@ -211,7 +231,7 @@ class AllocatorSuite(Suite):
         state = allocator.backup_state()
         allocator.free(held[:page])
         free = allocator.available_size()
-        with pytest.raises(SlotError):
+        with refused("restore_state after a free", "what was freed would come back as held"):
             allocator.restore_state(state)
         assert allocator.available_size() == free
         allocator.check(held=held[page:])
@@ -223,7 +243,7 @@ class AllocatorSuite(Suite):
         assert allocator.alloc(page) is not None
         newer = allocator.backup_state()
         allocator.restore_state(older)
-        with pytest.raises(SlotError):
+        with refused("restore_state of a state from after the one that was restored", "its allocations are gone"):
             allocator.restore_state(newer)
         assert allocator.available_size() == allocator.size
         allocator.restore_state(older)
@@ -237,6 +257,8 @@ class AllocatorSuite(Suite):
         slots = allocated_tensor(allocator.alloc(6 * page))
         state = allocator.backup_state()
         assert batch.try_extend([(0, page + 1), (1, 2), (page, page)], [-1, page, page]) is not None
+        batch.requests = {1: list(range(page, 2 * page)), 2: [3 * page]}
+        assert batch.try_decode() is not None
         allocator.restore_state(state)
         allocator.free_pages(slots[:page:page])
         allocator.free_group_begin()
@@ -251,12 +273,20 @@ class AllocatorSuite(Suite):
         held, gone = allocated_tensor(debugged.alloc(page)), allocated_tensor(debugged.alloc(page))
         debugged.free(gone)
         padding = held[:1] * 0
-        twice, unknown, outside = held[:1].repeat(2), padding + debugged.size, padding + 2 * debugged.size
-        for slots in (gone, gone[:1], twice, unknown, outside, padding):
-            with pytest.raises(SlotError):
+        wrong = {
+            "freed before": gone,
+            "freed before (one of them)": gone[:1],
+            "named twice": held[:1].repeat(2),
+            "never handed out": padding + debugged.size,
+            "beyond the last one": padding + 2 * debugged.size,
+            "padding": padding,
+        }
+        for what, slots in wrong.items():
+            why = "with debug such slots are found (verify_slots, verify_pages) before anything changes"
+            with refused(f"free of slots {slots[:2].tolist()}…, {what},", why):
                 debugged.free(slots)
-        for pages in (gone[:1] // page, twice // page, unknown // page, outside // page, padding):
-            with pytest.raises(SlotError):
+            pages = slots[:1] // page if what != "named twice" else slots // page
+            with refused(f"free_pages of pages {pages.tolist()}, {what},", why):
                 debugged.free_pages(pages)
         assert debugged.available_size() == debugged.size - page
         debugged.check(held=held)
@@ -322,7 +352,9 @@ class AllocatorSuite(Suite):
         asks: list[Callable[[], torch.Tensor | None]] = [lambda: batch.try_extend([(0, 3)]), batch.try_decode]
         for ask in asks:
             slots = allocated_tensor(ask())
-            assert str(slots.dtype) == f"torch.{batch.allocator.slot_dtype}"
+            assert str(slots.dtype) == f"torch.{batch.allocator.slot_dtype}", _of_type(
+                "extend or decode", slots, batch.allocator
+            )
             kept = slots.clone()
             slots.zero_()
             held = [slot for owned in batch.requests.values() for slot in owned]
@@ -347,12 +379,17 @@ class AllocatorSuite(Suite):
         space = allocator.query.spaces[0].name
         held = allocator.alloc(page)
         assert held is not None
-        with pytest.raises(SlotError):
+        with refused(f"resize while {page} slots are held", "a held slot may lie beyond the new size"):
             allocator.resize({space: size - page})
         assert allocator.available_size() == size - page
         allocator.free(held)
         allocator.resize({space: size - page})
         assert allocator.available_size() == size - page
-        with pytest.raises(SlotError):
+        with refused(f"resize to {size + page} slots where {size} were allocated", "there are no rows behind them"):
             allocator.resize({space: size + page})
         assert allocator.available_size() == size - page
+
+
+def _of_type(call: str, slots: torch.Tensor, allocator: Allocator) -> str:
+    name = type(allocator).__name__
+    return f"{call} returns {slots.dtype}, but slot_dtype of {name} is {allocator.slot_dtype!r}; make one of them the other"

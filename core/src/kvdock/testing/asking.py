@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import os
 import subprocess
@@ -34,11 +35,25 @@ class Asked(NamedTuple):
     arguments: Mapping[str, Any]
     answer: Any
     function: Callable[..., Any]
+    changed: str = ""
+    """Names of the arguments that the call changed, though hooks change nothing."""
 
     @property
     def declines(self) -> bool:
         """Whether the answer claims nothing: ``None``, or no objection."""
         return self.answer is None or self.answer == ()
+
+
+def environment_set_by(one: Asked) -> list[str]:
+    """Return the variables that a hook sets when it is asked again in an empty environment."""
+    kept = dict(os.environ)
+    os.environ.clear()
+    try:
+        one.function(*one.arguments.values())
+        return sorted(os.environ)
+    finally:
+        os.environ.clear()
+        os.environ.update(kept)
 
 
 class Watch(Registry):
@@ -78,9 +93,11 @@ class _Kept:
         self._hook, self._impl, self._asked = hook, impl, asked
 
     def function(self, *values: Any) -> Any:
-        answer = self._impl.function(*values)
         arguments = dict(zip(self.argnames, values, strict=True))
-        self._asked.append(Asked(self._hook, arguments, answer, self._impl.function))
+        before = copy.deepcopy(arguments)
+        answer = self._impl.function(*values)
+        changed = [name for name, value in arguments.items() if value != before[name]]
+        self._asked.append(Asked(self._hook, arguments, answer, self._impl.function, ", ".join(changed)))
         return answer
 
 

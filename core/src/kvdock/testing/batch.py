@@ -50,27 +50,27 @@ class Batch:
             del slots[: end - start]
         assert not slots
 
-    def contradictions(self) -> list[Callable[[], object]]:
-        """Return calls that must be refused, whatever is held."""
+    def contradictions(self) -> dict[str, Callable[[], object]]:
+        """Return calls that must be refused, whatever is held, by what is wrong with them."""
         allocator, page = self.allocator, self.allocator.page_size
         one = slots_of([1], allocator)
         table = one.new_zeros(2, page)
-        calls: list[Callable[[], object]] = [
-            lambda: allocator.alloc(-page),
-            lambda: allocator.alloc_extend(one * 2, [2], one, [1], one, -1),
-            lambda: allocator.alloc_extend(one * 0, [0], one, [1], -one, 2),
-            lambda: allocator.alloc_extend(one * 0, [0], one, [1], one[:0], 1),
-            lambda: allocator.alloc_decode(one * 0, [0], one),
-            lambda: allocator.alloc_decode(one, [1], one[:0]),
-            lambda: allocator.free_rows(table, [2], [0], [page]),
-            lambda: allocator.free_rows(table, [1], [0], [page + 1]),
-            lambda: allocator.free_rows(table, [1], [1], [0]),
-            lambda: allocator.restore_state(object()),
-            lambda: allocator.resize({"no such space": page}),
-            lambda: allocator.resize({}),
-            allocator.free_group_end,
-        ]
-        return calls if page == 1 else [*calls, lambda: allocator.alloc(page + 1)]
+        calls: dict[str, Callable[[], object]] = {
+            "an alloc of fewer than no slots": lambda: allocator.alloc(-page),
+            "an extend to fewer tokens": lambda: allocator.alloc_extend(one * 2, [2], one, [1], one, -1),
+            "an extend of 1 token that is told 2": lambda: allocator.alloc_extend(one * 0, [0], one, [1], -one, 2),
+            "an extend without a last slot": lambda: allocator.alloc_extend(one * 0, [0], one, [1], one[:0], 1),
+            "a decode to no tokens": lambda: allocator.alloc_decode(one * 0, [0], one),
+            "a decode without a last slot": lambda: allocator.alloc_decode(one, [1], one[:0]),
+            "free_rows of a row that is not there": lambda: allocator.free_rows(table, [2], [0], [page]),
+            "free_rows beyond the last column": lambda: allocator.free_rows(table, [1], [0], [page + 1]),
+            "free_rows from 1 to 0": lambda: allocator.free_rows(table, [1], [1], [0]),
+            "restore_state of another's token": lambda: allocator.restore_state(object()),
+            "a resize of a space that is not there": lambda: allocator.resize({"no such space": page}),
+            "a resize of no space": lambda: allocator.resize({}),
+            "free_group_end without a beginning": allocator.free_group_end,
+        }
+        return calls if page == 1 else calls | {"an alloc of a page and a slot": lambda: allocator.alloc(page + 1)}
 
     def few_calls(self, held: torch.Tensor) -> dict[str, Callable[[], object]]:
         """Return calls of a few pages, to be made in order; they give back `held`, four pages."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -19,6 +20,8 @@ from kvdock.startup import core_only, installed
 from kvdock.testing.asking import HEAVY, Watch, imported_with
 from kvdock.testing.suite_base import SMALL_MODEL, Checks
 
+HOST = "cpu"
+"""Name and device type of the core's plugin for the host."""
 NAME = re.compile(r"[a-z0-9][a-z0-9._+-]*")
 
 
@@ -92,6 +95,17 @@ class DeviceSuite(Checks):
         wrong = [f"{name}: index={info.index}" for name, info in profiles.items() if info.index is not None]
         wrong += [f"{name}: {info.capabilities}" for name, info in profiles.items() if not _are_words(info)]
         assert wrong == []
+
+    def test_no_device_is_the_hosts(self, known: Watch, profiles: Mapping[str, DeviceInfo]) -> None:
+        """No profile and no live device is of the type ``cpu``, which is the core's: nothing falls back to the host."""
+        if self.plugin == HOST:
+            pytest.skip("this is the host's own plugin")
+        live = {}
+        for selector in ("", "0"):
+            with contextlib.suppress(PlanError):
+                live[f"probe_device({selector!r})"] = resolve.probe(known, self.plugin, selector)
+        found = [name for name, info in {**profiles, **live}.items() if info and info.device_type == HOST]
+        assert found == [], f"{self.plugin} calls the host its own in {', '.join(found)}; name the vendor's device_type"
 
     def test_the_catalogue_is_the_same_each_time(self, known: Watch, profiles: Mapping[str, DeviceInfo]) -> None:
         """Listing reads nothing that changes: plans for a profile can be made again."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
@@ -136,17 +136,24 @@ class KernelSuite(Checks):
     def test_move(self, both: Any, draw: Draw, arrangement: str, page_size: int) -> None:
         """`move` reads every source before it writes, in every view."""
         for pages, dtype, shape, loc in self._batches(draw, page_size):
-            twins = [Twin(draw, arrangement, pages, page_size, each, dtype) for each in (shape, (4,))]
+            twins = self._of_two_types(draw, arrangement, pages, page_size, shape, dtype)
             targets = loc.roll(1)
             both[0].move([twin.view for twin in twins], self._given(targets), self._given(loc))
             both[1].move([twin.other for twin in twins], targets, loc)
             for twin in twins:
                 twin.check(f"move of {len(loc)} slots of {dtype}")
 
+    def _of_two_types(
+        self, draw: Draw, arrangement: str, pages: int, page_size: int, shape: tuple[int, ...], dtype: str
+    ) -> list[Twin]:
+        """Return views that one pool may have: rows of `dtype`, and others of another shape and type."""
+        other = self.dtypes[(self.dtypes.index(dtype) + 1) % len(self.dtypes)]
+        return [Twin(draw, arrangement, pages, page_size, each, of) for each, of in ((shape, dtype), ((4,), other))]
+
     def test_clear(self, both: Any, draw: Draw, arrangement: str, page_size: int) -> None:
         """`clear` zeroes the slots of every view and nothing else."""
         for pages, dtype, shape, loc in self._batches(draw, page_size):
-            twins = [Twin(draw, arrangement, pages, page_size, each, dtype) for each in (shape, (4,))]
+            twins = self._of_two_types(draw, arrangement, pages, page_size, shape, dtype)
             both[0].clear([twin.view for twin in twins], self._given(loc))
             both[1].clear([twin.other for twin in twins], loc)
             for twin in twins:
@@ -265,19 +272,47 @@ class KernelSuite(Checks):
         assert both[0].translate(given(0, page), given(67), 64).tolist() == [first + 3]
 
     def test_offsets_are_64_bits_wide(self, both: Any) -> None:
-        """Rows beyond 2 GiB of a view are written and read where they are."""
+        """Rows beyond 2 GiB of a view are written, moved, cleared and read where they are, by every method."""
         import torch
 
         rows, width = 2**31 // 64 + 1024, 64
         memory = torch.empty(rows * width, dtype=torch.uint8, device=self.torch_device)
-        value = torch.arange(2 * width, dtype=torch.uint8, device=self.torch_device).view(2, width)
+        value = torch.arange(1, 2 * width + 1, dtype=torch.uint8, device=self.torch_device).view(2, width)
+        far, near = (integers(slots, "int64", self.torch_device) for slots in ([rows - 1, rows - 900], [3, 20]))
+        table = memory.view(rows, width)
         for page_size in (1, 16):
             view = memory.view(-1, page_size, width)
-            loc = integers([rows - 1, rows - 900], "int64", self.torch_device)
-            view[loc // page_size, loc % page_size] = 0
-            both[0].store(view, loc, value)
-            assert same(memory.view(rows, width)[loc], value), f"a store beyond 2 GiB, pages of {page_size}"
-            assert same(both[0].gather(view, loc), value), f"a gather beyond 2 GiB, pages of {page_size}"
+            for name, call in _far_calls(both[0], view, far, near, value).items():
+                table[near], table[far] = value, value if name == "clear" else 0
+                call()
+                expected = value * 0 if name == "clear" else value
+                assert same(table[far], expected), (
+                    f"{name} beyond 2 GiB, pages of {page_size}: compute offsets in int64"
+                )
+            table[near], table[far] = 0, value
+            assert same(both[0].gather(view, far), value), f"gather beyond 2 GiB, pages of {page_size}"
+            both[0].copy_rows(view, near, view, far)
+            assert same(table[near], value), f"copy_rows from beyond 2 GiB, pages of {page_size}"
+            table[near] = 0
+            both[0].move([view], near, far)
+            assert same(table[near], value), f"move from beyond 2 GiB, pages of {page_size}"
+
+    def test_rows_may_be_parts_of_wider_ones(self, both: Any, draw: Draw, arrangement: str, page_size: int) -> None:
+        """Keys and values may be cut out of one tensor, and slots be every other one of a tensor; none of them changes."""
+        for dtype in self.dtypes:
+            twins = [Twin(draw, arrangement, 8, page_size, (2, 8), dtype) for _ in range(2)]
+            count = min(5, 8 * page_size)
+            wide, slots = (
+                draw.numbers((count, 6, 8), dtype),
+                draw.slots(count, 8 * page_size, "int64").repeat_interleave(2),
+            )
+            given = self._given(wide), self._given(slots)
+            both[0].store_kv(twins[0].view, twins[1].view, given[1][::2], given[0][:, 2:4], given[0][:, 4:])
+            both[1].store_kv(twins[0].other, twins[1].other, slots[::2], wide[:, 2:4], wide[:, 4:])
+            for twin, name in zip(twins, ("keys", "values"), strict=True):
+                twin.check(f"{name} of store_kv of {dtype}, rows apart by their strides")
+            assert same(given[0], wide), f"store_kv of {dtype} changed the rows that it was given"
+            assert same(given[1], slots), f"store_kv of {dtype} changed the slots that it was given"
 
     def test_write_rows(self, both: Any, draw: Draw) -> None:
         """`write_rows` writes a word a token to a table whose rows may be longer than what is seen of them."""
@@ -383,6 +418,20 @@ def _columns(spans: Sequence[tuple[int, int, int]]) -> tuple[Any, Any, Any]:
     return table[:, 0], table[:, 1], table[:, 2]
 
 
+def _far_calls(
+    kernels: Kernels, view: torch.Tensor, far: torch.Tensor, near: torch.Tensor, value: torch.Tensor
+) -> dict[str, Callable[[], object]]:
+    """Return the calls that write `value`, which the slots `near` hold, to the slots `far`; one that zeroes these."""
+    return {
+        "store": lambda: kernels.store(view, far, value),
+        "store_kv": lambda: kernels.store_kv(view[..., :24], view[..., 24:], far, value[:, :24], value[:, 24:]),
+        "store_mla": lambda: kernels.store_mla(view, far, value[:, :24], value[:, 24:]),
+        "move": lambda: kernels.move([view], far, near),
+        "copy_rows": lambda: kernels.copy_rows(view, far, view, near),
+        "clear": lambda: kernels.clear([view], far),
+    }
+
+
 class _Calls:
     """One call of each method that is on the path of a token; the arguments are there before."""
 
@@ -392,6 +441,8 @@ class _Calls:
         self.kernels, self.device = kernels, device
         self.view = torch.zeros(4, 4, 8, dtype=torch.bfloat16, device=device)
         self.rows = torch.ones(2, 8, dtype=torch.bfloat16, device=device)
+        self.wide = torch.ones(2, 32, dtype=torch.bfloat16, device=device)
+        self.blocks = [torch.zeros(4, 4, width, dtype=torch.uint8, device=device) for width in (32, 1)]
         self.table = torch.zeros(4, 16, dtype=torch.int32, device=device)
         self.loc, self.one, self.two, self.last = (
             integers(values, "int64", "cpu").to(device) for values in ([5, 6], [1, 1], [6, 2], [7, 4])
@@ -408,6 +459,13 @@ class _Calls:
         kernels.clear([view], loc)
         kernels.copy_rows(view, loc, view, self.last)
         kernels.write_rows(self.table, self.one, loc, loc)
+        kernels.write_spans(self.table, *_columns(((1, 0, 2),)), loc)
+        kernels.read_pages(self.table, *_columns(((1, 0, 2),)), 4)
+        kernels.store_step(view, self.one[:1], 1, self.rows[:1])
+        kernels.commit_steps([(view, view)], self.one, self.one, loc)
+        kernels.store_blocks(self.blocks[0], self.blocks[1], loc, self.wide, dtypes.find("mxfp8"))
+        kernels.load_blocks(self.blocks[0], self.blocks[1], loc, dtypes.find("mxfp8"), self.wide.dtype)
+        kernels.dequantize_blocks(*kernels.quantize_blocks(self.rows.float(), "float8_e4m3fn", 8), "float8_e4m3fn", 8)
         kernels.translate(self.last, self.one, 1)
         kernels.alloc_extend(self.one, self.two, self.last, self.loc[:1], 4, 6)
         kernels.alloc_decode(self.two, self.last, self.loc[:0], 4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import random
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -14,7 +15,7 @@ from kvdock.builder import build
 from kvdock.builtin import BUILTINS
 from kvdock.cells import cell_warnings
 from kvdock.device import DeviceInfo
-from kvdock.errors import KVDockError, PlanError
+from kvdock.errors import BudgetError, KVDockError, PlanError, PluginError, UnsupportedCombination
 from kvdock.hookspecs import CONTRACT, GROUPS
 from kvdock.kernels.interface import Kernels
 from kvdock.model import ModelSpec
@@ -35,19 +36,20 @@ from kvdock.testing.asking import (
     Asked,
     Watch,
     classes_of,
+    environment_set_by,
     imported_with,
     lacks_of,
     run_alone,
 )
+from kvdock.testing.pool_data import verify_rows
+from kvdock.testing.questions import DEVICE_TYPES, OPTIONS, SHAPES, device_of, with_options
 from kvdock.testing.suite_base import SMALL_MODEL, Checks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 CPU = DeviceInfo(device_type="cpu", name="cpu", total_bytes=2**30, free_before_load_bytes=2**30, free_bytes=2**30)
-UNHEARD_OF = DeviceInfo(
-    device_type="unheard-of", name="unheard-of-1", total_bytes=2**30, free_before_load_bytes=2**30, free_bytes=2**30
-)
+UNHEARD_OF = device_of("unheard-of")
 FOREIGN_CONFIG: Mapping[str, Any] = {"architectures": ["UnheardOfForCausalLM"], "model_type": "unheard_of"}
 
 
@@ -59,6 +61,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     config: Mapping[str, Any] | None = None
     """Read through the hooks in place of `model`."""
     options: Mapping[str, Any] = {}
+    parallel: Parallelism = Parallelism()
     budget_bytes: int = 2**22
 
     def planned(self, registry: Watch) -> CachePlan:
@@ -67,7 +70,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
         if self.config is not None:
             model, _ = resolve.read_model(registry, ModelQuery(config=self.config))
         options = make_options(self.options)
-        return plan_from((model,), self.device, options, Parallelism(), registry, budget_bytes=self.budget_bytes)
+        return plan_from((model,), self.device, options, self.parallel, registry, budget_bytes=self.budget_bytes)
 
 
 class PluginSuite(Checks):
@@ -186,21 +189,84 @@ class PluginSuite(Checks):
         changed = [one.hook for one in asked if one.function(*one.arguments.values()) != one.answer]
         assert changed == []
 
+    def test_hooks_change_nothing(self, asked: list[Asked]) -> None:
+        """Planning is pure: no hook changes what it is given, nor the environment."""
+        changed = [f"{one.hook} changes its argument {one.changed}" for one in asked if one.changed]
+        changed += [f"{one.hook} sets {', '.join(names)}" for one in asked if (names := environment_set_by(one))]
+        assert changed == []
+
     def test_devices_of_others_are_declined(self, watch: Watch, asked: list[Asked]) -> None:
-        """On a device that is not the vendor's every hook answers ``None``."""
+        """On a device that is not the vendor's every hook answers ``None``, whatever the options."""
         if self.tier == "family":
             pytest.skip("a family serves its models on any device")
-        claimed = [
-            f"{one.hook} answers {again!r} on {device.device_type}"
-            for device in self.foreign
-            for one, again in _asked_again(asked, device)
-            if again is not None and again != ()
-        ]
-        for device in self.foreign:
+        claimed: set[str] = set()
+        for device in self._foreign(watch):
+            for options in OPTIONS:
+                claimed.update(_claims(self.plugin, asked, device, options))
             for member, value in ask(watch, "get_kernels", self.tier, device=device, options=CacheOptions()):
                 if member.name == self.plugin and value is not None:
-                    claimed.append(f"get_kernels answers {value!r} on {device.device_type}")
-        assert claimed == []
+                    claimed.add(_claim(self.plugin, "get_kernels", f"answers {value!r}", device, {}))
+        assert not claimed, "\n".join(sorted(claimed)[:20])
+
+    def test_whole_plans_for_devices_of_others_are_left_alone(self, watch: Watch) -> None:
+        """The same while other models are planned for such a device: what `cases` do not bring up is asked there."""
+        if self.tier == "family":
+            pytest.skip("a family serves its models on any device")
+        claimed: set[str] = set()
+        for device in self._foreign(watch):
+            for case in self._elsewhere(device):
+                claimed.update(self._claims_while_planned(watch, case))
+        assert not claimed, "\n".join(sorted(claimed)[:20])
+
+    def _foreign(self, watch: Watch) -> list[DeviceInfo]:
+        """Return `foreign`, and a device of each type of torch's that neither `cases` nor the plugin's profiles have."""
+        own = {case.device.device_type for case in self.cases}
+        listed = [pair for pairs in resolve.catalogue(watch).values() for pair in pairs]
+        own |= {info.device_type for owner, info in listed if owner == self.plugin}
+        own |= {device.device_type for device in self.foreign}
+        return [*self.foreign, *(device_of(name) for name in DEVICE_TYPES if name not in own)]
+
+    def _elsewhere(self, device: DeviceInfo) -> Iterator[Case]:
+        """Yield what is planned for a device of somebody else: models of every shape, then a small one with options."""
+        for model in SHAPES.values():
+            yield Case(device=device, model=model)
+        for options in OPTIONS:
+            yield Case(device=device, options=options)
+        yield Case(device=device, parallel=Parallelism(tp_size=2))
+        for case in self.cases:
+            yield msgspec.structs.replace(case, device=device)
+
+    def _claims_while_planned(self, watch: Watch, case: Case) -> Iterator[str]:
+        """Yield what the plugin claims or objects to while a case is planned."""
+        watch.asked.clear()
+        try:
+            case.planned(watch)
+        except PluginError as error:
+            yield str(error)
+        except KVDockError:
+            pass  # the core may refuse it, or somebody object: the answers say who
+        for one in watch.asked:
+            if _is_about_a_device(one) and not one.declines:
+                yield _claim(self.plugin, one.hook, f"answers {one.answer!r}", case.device, case.options)
+
+    @pytest.mark.parametrize("shape", SHAPES)
+    def test_models_of_every_shape_are_kept_or_declined(self, watch: Watch, shape: str) -> None:
+        """What the plugin claims of a model that `cases` do not have, it keeps; what its layout cannot hold it declines."""
+        if self.tier == "family":
+            pytest.skip("a family claims only the kinds that it invented")
+        pytest.importorskip("torch")
+        for device in {case.device.device_type: case.device for case in self.cases}.values():
+            fine = msgspec.structs.replace(device, granularity_bytes=1)
+            with contextlib.suppress(PlanError, BudgetError, UnsupportedCombination):
+                plan = Case(device=fine, model=SHAPES[shape], budget_bytes=2**24).planned(watch)
+                self._verify_rows(plan)
+
+    def _verify_rows(self, plan: CachePlan) -> None:
+        """Verify that the plugin's pools hold rows of the model's shape, and give back what is written to them."""
+        cache = build(plan, device=self.torch_device, debug=False)
+        for choice in plan.outline.pools:
+            if choice.plugin == self.plugin:
+                verify_rows(cache.pools[choice.name], random.Random(1))
 
     def test_models_of_others_are_declined(self, watch: Watch, case: Case) -> None:
         """A model of no family of the plugin's is planned as if the plugin were not there."""
@@ -254,11 +320,30 @@ def _imported(candidate: Candidate) -> Any:
     return point.load()
 
 
-def _asked_again(asked: list[Asked], device: DeviceInfo) -> Iterator[tuple[Asked, Any]]:
-    """Yield every question about a device with the answer for another one."""
+def _claims(plugin: str, asked: list[Asked], device: DeviceInfo, options: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what a plugin claims when it is asked everything again about another device, with other options."""
     for one in asked:
-        if "query" in one.arguments and hasattr(one.arguments["query"], "device"):
-            yield one, one.function(msgspec.structs.replace(one.arguments["query"], device=device))
+        if not _is_about_a_device(one):
+            continue
+        try:
+            answer = one.function(with_options(one.arguments["query"], device, options))
+        except Exception as error:  # whatever a hook raises is the finding
+            yield _claim(plugin, one.hook, f"raises {type(error).__name__}({error})", device, options)
+            continue
+        if answer is not None and answer != ():
+            yield _claim(plugin, one.hook, f"answers {answer!r}", device, options)
+
+
+def _is_about_a_device(one: Asked) -> bool:
+    return hasattr(one.arguments.get("query"), "device")
+
+
+def _claim(plugin: str, hook: str, what: str, device: DeviceInfo, options: Mapping[str, Any]) -> str:
+    given = f" with {', '.join(f'{name}={value}' for name, value in options.items())}" if options else ""
+    return (
+        f"{hook} of {plugin} {what} for the device {device.name!r} (device_type {device.device_type!r}){given}; it is "
+        "somebody else's: compare query.device (get_kernels: device) first, and return None"
+    )
 
 
 def _is_names(value: Any) -> bool:

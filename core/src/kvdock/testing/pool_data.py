@@ -6,6 +6,9 @@ import random
 from typing import TYPE_CHECKING
 
 from kvdock import dtypes
+from kvdock.pools.grouped import group_of
+from kvdock.testing.pool_rows import expected_rows, rows_of, wrong_rows
+from kvdock.testing.refusing import refused
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -13,6 +16,10 @@ if TYPE_CHECKING:
     import torch
 
     from kvdock.pools.base import Pool
+
+
+SIDES = "key", "value"
+"""The two parts of what a slot holds."""
 
 
 class Arrival:
@@ -97,8 +104,7 @@ class Data:
 
     def row_shapes(self, layer: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the shapes of a slot's key and value, as they are read."""
-        keys, values = self.pool.read_kv(layer, self.tensor([]))
-        return tuple(keys.shape[1:]), tuple(values.shape[1:])
+        return rows_of(self.pool, layer)
 
     def read(self, slots: list[int], layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what the pool holds for `slots` of one layer."""
@@ -120,22 +126,68 @@ class Data:
             found = self.read(slots, layer)
             for part in (0, 1):
                 expected = torch.stack([self.expected[slot][place][part] for slot in slots])
-                assert torch.equal(found[part], expected.to(found[part].device)), f"layer {layer} differs"
+                self._compare(layer, part, slots, found[part], expected, "holds something else than what was written")
 
     def check_equal(self, slots: list[int] | range, before: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Compare `slots` with a snapshot."""
-        import torch
-
         rows = [slot - self.page_size for slot in slots]
         for layer, parts in zip(self.layers, before, strict=True):
-            for now, then in zip(self.read(list(slots), layer), parts, strict=True):
-                assert torch.equal(now, then[rows]), f"layer {layer} changed"
+            for part, (now, then) in enumerate(zip(self.read(list(slots), layer), parts, strict=True)):
+                self._compare(layer, part, list(slots), now, then[rows], "changed though nothing was written to it")
+
+    def _compare(
+        self, layer: int, part: int, slots: list[int], found: torch.Tensor, expected: torch.Tensor, what: str
+    ) -> None:
+        """Verify that rows are equal; name the layer, the side, the first slot that differs and how far off it is."""
+        import torch
+
+        expected = expected.to(found.device)
+        if torch.equal(found, expected):
+            return
+        assert found.shape == expected.shape, f"layer {layer}: {SIDES[part]} of {found.shape}, not {expected.shape}"
+        wrong = (found != expected).flatten(1).any(1).nonzero().flatten().tolist()
+        off = (found[wrong].double() - expected[wrong].double()).abs()
+        raise AssertionError(
+            f"layer {layer}: the {SIDES[part]} of slot {slots[wrong[0]]} {what}; {len(wrong)} of {len(slots)} slots "
+            f"differ, by {float(off.max()):g} at most"
+        )
 
 
-def assert_near(found: torch.Tensor, written: torch.Tensor, scale: float | None, dtype: str) -> None:
+def verify_rows(pool: Pool, rng: random.Random) -> None:
+    """Verify that a pool's rows are of the model's shape, and that it gives back what is written to random slots."""
+    wrong = wrong_rows(pool)
+    assert not wrong, "\n".join(wrong)
+    group = pool.query.group
+    for layer_id, layer in () if group is None else group.layers[:1]:
+        expected = expected_rows(layer.params, pool.query.parallel)
+        if expected:
+            are_in_keys = len(expected) > 1 and rows_of(pool, layer_id) == expected[0]
+            data = Data(pool, rng, are_in_keys)
+            data.write(data.some_slots())
+            data.check()
+            _verify_readers(data)
+
+
+def _verify_readers(data: Data) -> None:
+    """Verify that layers which read another's KV find it, and that they cannot be written."""
+    import torch
+
+    loc = data.tensor(sorted(data.expected))
+    for reader, owner in dict(group_of(data.pool.query).shared).items():
+        for side, found, own in zip(SIDES, data.pool.read_kv(reader, loc), data.pool.read_kv(owner, loc), strict=True):
+            assert torch.equal(found, own), (
+                f"layer {reader} reads another {side} than layer {owner}, whose KV it shares"
+            )
+        why = f"it reads the KV of layer {owner} and owns none; look the layer up, and give refuse_write"
+        with refused(f"set_kv_buffer of layer {reader}", why, f"layer {reader}"):
+            data.pool.set_kv_buffer(reader, loc, *data.random(owner, len(loc)))
+    data.check()
+
+
+def assert_near(found: torch.Tensor, written: torch.Tensor, scale: float | None, dtype: str, where: str = "") -> None:
     """Verify that `found` is `written` but for the rounding to a format of floats, after a division by `scale`.
 
-    A pool may choose scales of its own, for which the smallest numbers of the format are worth more.
+    A pool may choose scales of its own, for which the smallest numbers of the format are worth more. Compared in 64 bits.
     """
     import torch
 
@@ -143,9 +195,12 @@ def assert_near(found: torch.Tensor, written: torch.Tensor, scale: float | None,
     form, one = torch.finfo(torch_dtype), torch.ones(1, dtype=torch_dtype)
     # The distance from 1 to the next number: torch gives `eps` of one format as half of it.
     eps = float((one.view(torch.uint8) + 1).view(torch_dtype).float()) - 1 if one.element_size() == 1 else form.eps
-    exact = written.to(torch.float32)
+    exact = written.double()
     unit = max(1.0 if scale is None else scale, float(exact.abs().max()) / form.max)
-    bound = (exact.abs() + form.smallest_normal * unit) * eps / 2
     # Scales are divided and multiplied in 32 bits.
-    error = (found - exact).abs()
-    assert (error <= bound * (1 + 2**-16)).all(), f"off by {float(error.max())} with scale {scale}"
+    bound = (exact.abs() + form.smallest_normal * unit) * eps / 2 * (1 + 2**-16)
+    error = (found.double() - exact).abs()
+    assert (error <= bound).all(), (
+        f"{where}off by {float(error.max()):g} with scale {scale}, where rounding to {dtype} is off by "
+        f"{float(bound.flatten()[error.argmax()]):g} at most"
+    )

@@ -5,15 +5,19 @@ from __future__ import annotations
 import ctypes
 import random
 import sys
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import pytest
 
+from kvdock import dtypes
 from kvdock.builder import build
 from kvdock.errors import SlotError
 from kvdock.layout import Buffer, Unit
-from kvdock.testing.pool_data import Arrival, Data, assert_near
-from kvdock.testing.suite_base import Suite
+from kvdock.pools.grouped import group_of
+from kvdock.testing.pool_data import SIDES, Arrival, Data
+from kvdock.testing.pool_plans import PlanChecks
+from kvdock.testing.pool_rows import kept_beside, wrong_rows
+from kvdock.testing.refusing import refused
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -26,20 +30,8 @@ if TYPE_CHECKING:
     from kvdock.queries import PoolQuery
 
 
-class PoolSuite(Suite):
+class PoolSuite(PlanChecks):
     """The promises of a KV pool, checked on every pool of `pool_cls` that the plan holds."""
-
-    pool_cls: ClassVar[type[Pool]]
-    values_are_in_keys: ClassVar[bool] = False
-    """True for pools (MLA) whose value of a slot is a part of its key."""
-    fp8_dtypes: ClassVar[tuple[str, ...]] = ("fp8_e4m3", "fp8_e5m2")
-    """Values of `kv_cache_dtype` that a class with the feature ``fp8`` is tried with."""
-
-    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """Run what is about 8-bit floats with each of them."""
-        super().pytest_generate_tests(metafunc)
-        if "fp8_dtype" in metafunc.fixturenames:
-            metafunc.parametrize("fp8_dtype", self.fp8_dtypes)
 
     @pytest.fixture
     def pool(self, cache: KVCache) -> Pool:
@@ -47,25 +39,9 @@ class PoolSuite(Suite):
         return self._pool_of(cache)
 
     @pytest.fixture
-    def fp8_pool(self, page_size: int, fp8_dtype: str) -> Pool:
-        """Give the same for a cache of 8-bit floats."""
-        if "fp8" not in self.pool_cls.features:
-            pytest.skip(f"{self.pool_cls.__name__} does not list the feature fp8")
-        pytest.importorskip("torch")
-        plan = self.planned(page_size, kv_cache_dtype=fp8_dtype)
-        return self._pool_of(build(plan, device=self.torch_device, debug=False))
-
-    def _pool_of(self, cache: KVCache) -> Pool:
-        found = [pool for pool in cache.pools.values() if type(pool) is self.pool_cls]
-        assert found, f"no group got {self.pool_cls.__name__}; the plan says why: {cache.plan.explain()}"
-        return found[0]
-
-    @pytest.fixture
     def data(self, pool: Pool, seed: int) -> Data:
         """Give a model of the pool: random values of random slots, written to both."""
-        data = Data(pool, random.Random(seed), self.values_are_in_keys)
-        data.write(data.some_slots())
-        return data
+        return self._written(pool, seed)
 
     def test_what_attention_reads_counts_as_kv(self, plan: CachePlan) -> None:
         """Each group has buffers marked `is_kv`, so that reports and costs count them as KV."""
@@ -90,20 +66,61 @@ class PoolSuite(Suite):
         assert cache.allocated_bytes() == plan.total_bytes <= self.budget_bytes
 
     def test_layers_are_those_of_the_group(self, pool: Pool) -> None:
-        """A pool names its layers by their global ids, and refuses others."""
+        """A pool names its layers by their global ids."""
         group = pool.query.group
         assert group is not None
         assert set(pool.layer_ids) == {*group.layer_ids, *(reader for reader, _ in group.shared)}
-        for read in (pool.get_key_buffer, pool.get_value_buffer):
-            with pytest.raises(SlotError, match="layer 9999"):
-                read(9999)
+
+    def test_other_layers_are_refused(self, data: Data) -> None:
+        """A read or a write of a layer that has no buffer here raises `SlotError` with its id, and changes nothing."""
+        pool, before, loc = data.pool, data.snapshot(), data.tensor(data.some_slots())
+        rows = data.random(data.layers[0], len(loc))
+        calls = _layer_calls(pool, loc) | {"set_kv_buffer": lambda layer: pool.set_kv_buffer(layer, loc, *rows)}
+        for layer in (max(pool.layer_ids) + 1, 9999, -1):
+            for name, call in calls.items():
+                why = f"the pool holds the layers {list(pool.layer_ids)}; look the layer up, and give refuse_layer"
+                with refused(f"{name} of layer {layer}", why, f"layer {layer}"):
+                    call(layer)
+        for layer, owner in dict(group_of(pool.query).shared).items():
+            why = f"it reads the KV of layer {owner} and owns none; look the layer up, and give refuse_write"
+            with refused(f"set_kv_buffer of layer {layer}", why, f"layer {layer}"):
+                pool.set_kv_buffer(layer, loc, *rows)
+        data.check_equal(data.slots, before)
+
+    def test_rows_are_of_the_models_shape(self, pool: Pool) -> None:
+        """Keys and values of a slot have the heads and widths that the layer's spec says."""
+        wrong = wrong_rows(pool)
+        assert not wrong, "\n".join(wrong)
+
+    def test_buffers_are_views_of_the_storage(self, data: Data) -> None:
+        """A buffer that was fetched shows what is written later: attention reads through it, without a copy."""
+        pool = data.pool
+        if dtypes.find(pool.query.kv_dtype).block:
+            pytest.skip("a block format is dequantised into a copy where it is read")
+        addresses = {tensor.untyped_storage().data_ptr() for tensor in pool.storages()}
+        fetched = {layer: pool.get_kv_buffer(layer) for layer in pool.layer_ids}
+        data.write(data.some_slots())
+        for layer, views in fetched.items():
+            for side, view, now in zip(SIDES, views, pool.get_kv_buffer(layer), strict=True):
+                name = f"get_{side}_buffer({layer})"
+                assert view.untyped_storage().data_ptr() in addresses, (
+                    f"{name} of {type(pool).__name__} returns a copy: its memory is none of the pool's storages, so kernels "
+                    "would read what was there before; return a view (no clone, contiguous, cat or to)"
+                )
+                is_shown = bool((view.to(data.float) == now.to(data.float)).all())
+                assert is_shown, f"{name} does not show what was written after it was fetched"
 
     def test_views_are_pages(self, pool: Pool, page_size: int) -> None:
         """Keys and values are views of pages, one more than the usable ones for padding."""
         pages = pool.parts.sizes[pool.query.space.name] // page_size + 1
         for layer in pool.layer_ids:
             keys, values = pool.get_kv_buffer(layer)
-            assert keys.shape[:2] == values.shape[:2] == (pages, page_size)
+            for side, view in zip(SIDES, (keys, values), strict=True):
+                assert tuple(view.shape[:2]) == (pages, page_size), (
+                    f"layer {layer}: the {side} buffer is {list(view.shape)}, but {pages - 1} pages of {page_size} slots and "
+                    f"one of padding are [{pages}, {page_size}, …]; declare it with a page of guard (guard={page_size} where "
+                    "unit is SLOT, guard=1 where it is PAGE)"
+                )
 
     def test_reads_return_what_was_written(self, data: Data) -> None:
         """Later writes win, layers are apart, and slots that were not written stay."""
@@ -164,6 +181,53 @@ class PoolSuite(Suite):
         data.check()
         assert rest.keys() <= data.expected.keys()
 
+    def test_copies_are_the_callers(self, data: Data) -> None:
+        """A host copy, even of one slot, shares no memory with the pool."""
+        addresses = {tensor.untyped_storage().data_ptr() for tensor in data.pool.storages()}
+        for count in (1, 2):
+            copies = data.pool.get_cpu_copy(data.tensor(data.rng.sample(data.slots, count)))
+            shared = [place for place, copy in enumerate(copies) if copy.untyped_storage().data_ptr() in addresses]
+            assert shared == [], f"the copies {shared} of {count} slots are views of the pool; copy what they show"
+
+    def test_other_copies_are_refused(self, data: Data) -> None:
+        """Too few copies, or copies of another number of slots, are refused before anything is written."""
+        pool, slots = data.pool, data.rng.sample(data.slots, 2)
+        copies = pool.get_cpu_copy(data.tensor(slots))
+        data.write(slots)
+        before = data.snapshot()
+        one, why = data.tensor(slots[:1]), "what would be missing stays as it is, unnoticed; call verify_copies first"
+        with refused(f"load_cpu_copy of {len(copies) - 1} of {len(copies)} copies", why):
+            pool.load_cpu_copy(copies[:-1], data.tensor(slots))
+        with refused("load_cpu_copy of 2 slots into 1", why):
+            pool.load_cpu_copy(copies, one)
+        data.check_equal(data.slots, before)
+
+    def test_what_does_not_fit_is_refused(self, data: Data) -> None:
+        """Rows of other widths or numbers than the slots raise `SlotError` with the layer, and nothing is written."""
+        pool, slots, before = data.pool, data.rng.sample(data.slots, 2), data.snapshot()
+        loc, why = data.tensor(slots), "verify keys, values and slots (check_write) before the first of them is written"
+        for layer in data.layers:
+            for what, call in _misfits(data, layer, loc).items():
+                with refused(f"set_kv_buffer of {what}", why, f"layer {layer}"):
+                    call()
+        with refused("move_kv_cache of 2 slots to 1", "each source needs a target; compare their shapes first"):
+            pool.move_kv_cache(loc[:1], loc)
+        data.check_equal(data.slots, before)
+
+    def test_no_memory_is_kept_beside_the_plan(self, data: Data) -> None:
+        """What a pool keeps, also after its first calls, is what `buffers` declares, so that the plan counts it."""
+        pool, loc = data.pool, data.tensor(data.some_slots())
+        for layer in pool.layer_ids:
+            pool.get_kv_buffer(layer)
+            pool.read_kv(layer, loc)
+        pool.move_kv_cache(loc, loc)
+        pool.load_cpu_copy(pool.get_cpu_copy(loc), loc)
+        found = kept_beside(pool)
+        assert found == {}, (
+            f"{type(pool).__name__} keeps tensors that no buffer declares, as attribute → bytes: {found}; declare a Buffer "
+            "(role scratch, space None for a fixed size) and take it from parts.tensors"
+        )
+
     def test_descriptors_lie_inside_the_tensors(self, pool: Pool) -> None:
         """Each described range is inside one storage, and its length is a whole number of items."""
         storages = [t.untyped_storage() for t in pool.storages()]
@@ -201,7 +265,10 @@ class PoolSuite(Suite):
         assert slots is not None
         data.write(slots.tolist())
         allocator.free(slots[: allocator.page_size])
-        with pytest.raises(SlotError):
+        with refused(
+            f"with debug, a write to slot {int(slots[0])}, which was given back",
+            "another request may own it; call check_write (or the allocator's verify_live) before writing",
+        ):
             data.write(slots[:1].tolist())
         data.check()
 
@@ -303,22 +370,6 @@ class PoolSuite(Suite):
             assert torch.equal(found[0], k.to(torch.float32))
             assert torch.equal(found[1], v.to(torch.float32))
 
-    def test_scaled_reads_are_near_what_was_written(self, fp8_pool: Pool, seed: int) -> None:
-        """What 8-bit floats give back, times the scale that divided it, is off by half a unit in the last place at most."""
-        import torch
-
-        data = Data(fp8_pool, random.Random(seed), self.values_are_in_keys)
-        slots = data.some_slots()
-        loc = data.tensor(slots)
-        for scales in ((None, None), (0.5, 2.0), (4.0, 0.25)):
-            k_scale, v_scale = scales if not self.values_are_in_keys else (scales[0], scales[0])
-            for layer in data.layers:
-                k, v = data.normal(layer, len(slots))
-                fp8_pool.set_kv_buffer(layer, loc, k, v, k_scale, v_scale)
-                found = fp8_pool.read_kv(layer, loc, k_scale, v_scale, dtype=torch.float32)
-                assert_near(found[0], k, k_scale, fp8_pool.query.kv_dtype)
-                assert_near(found[1], v, v_scale, fp8_pool.query.kv_dtype)
-
     def test_used_memory_is_measured(self, pool: Pool) -> None:
         """`mem_usage` counts each storage once."""
         assert pool.mem_usage == sum(
@@ -357,6 +408,35 @@ def _reads(pool: Pool, layer: int, loc: torch.Tensor) -> list[Callable[[], objec
             continue
         reads.append(more)
     return reads
+
+
+def _layer_calls(pool: Pool, loc: torch.Tensor) -> dict[str, Callable[[int], object]]:
+    """Return by name what reads a layer."""
+    return {
+        "get_key_buffer": pool.get_key_buffer,
+        "get_value_buffer": pool.get_value_buffer,
+        "get_kv_buffer": pool.get_kv_buffer,
+        "get_raw_kv_buffer": pool.get_raw_kv_buffer,
+        "read_kv": lambda layer: pool.read_kv(layer, loc),
+        "get_mla_kv_buffer": lambda layer: pool.get_mla_kv_buffer(layer, loc),
+    }
+
+
+def _misfits(data: Data, layer: int, loc: torch.Tensor) -> dict[str, Callable[[], object]]:
+    """Return writes of two slots `loc` whose rows do not fit, by what is wrong with them."""
+    write, (k, v) = data.pool.set_kv_buffer, data.random(layer, 2)
+    found: dict[str, Callable[[], object]] = {
+        "1 row for 2 slots": lambda: write(layer, loc, k[:1], v[:1]),
+        "2 rows for 1 slot": lambda: write(layer, loc[:1], k, v),
+        "a key that is too narrow": lambda: write(layer, loc, k[..., :-1], v),
+    }
+    if data.values_are_in_keys:
+        return found
+    values: dict[str, Callable[[], object]] = {
+        "a value that is too narrow": lambda: write(layer, loc, k, v[..., :-1]),
+        "1 value for 2 slots": lambda: write(layer, loc, k, v[:1]),
+    }
+    return found | values
 
 
 def _queries(plan: CachePlan, pool_cls: type[Pool]) -> list[PoolQuery]:

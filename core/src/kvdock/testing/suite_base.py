@@ -111,14 +111,15 @@ class Suite(Checks):
         """Give the plan under test."""
         return self.planned(page_size)
 
-    def planned(self, page_size: int, times: int = 1, **more: Any) -> CachePlan:
+    def planned(self, page_size: int, times: int = 1, parallel: Parallelism | None = None, **more: Any) -> CachePlan:
         """Return a plan with pages of `page_size`, of `times` the memory, and with `more` options than the suite names."""
         registry = core_only()
         for name, plugin in self.plugins:
             registry.add(plugin, name=name, tier=self.tier)
         options = make_options({"page_size": page_size, **self.options, **more})
         budget = self.budget_bytes * times
-        return plan_from((self.model,), self._device_of(times), options, Parallelism(), registry, budget_bytes=budget)
+        ranks, device = parallel or Parallelism(), self._device_of(times)
+        return plan_from((self.model,), device, options, ranks, registry, budget_bytes=budget)
 
     def _device_of(self, times: int) -> DeviceInfo:
         """Return the profile, or one of `times` the memory."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import msgspec
 from kvdock.device import DeviceInfo
+from kvdock.hardware import SOFTWARE_FLOATS
 from kvdock.objections import SAVES_MEMORY, SKIPS_KV
 
 MIB = 2**20
@@ -34,6 +35,12 @@ FP4 = "fp4"
 
 FIRST_FP4 = (10, 0)
 """The first compute capability with 4-bit floats."""
+
+FIRST_FP8 = (8, 9)
+"""The first compute capability with 8-bit floats; before, kernels convert them, which engines' do."""
+
+NATIVE_FLOATS = frozenset({"float8_e4m3fn", "float8_e5m2"})
+"""Encodings of 8 bits that kernels read."""
 
 SKIPPING: Mapping[str, frozenset[int]] = {"fa3": frozenset({9}), "fa4": frozenset({9, 10})}
 """Prefill backend that works without a cache → the major compute capabilities that it is written for."""
@@ -70,7 +77,8 @@ def capabilities(major: int, minor: int) -> tuple[str, ...]:
     """Return what a compute capability can do: its own name (``sm_90``) first, then what follows from it."""
     skipping = [f"{SKIPS_KV}{backend}" for backend, majors in SKIPPING.items() if major in majors]
     fp4 = [FP4] if (major, minor) >= FIRST_FP4 else []
-    return (f"sm_{major}{minor}", *skipping, *fp4, SAVES_MEMORY)
+    software = [SOFTWARE_FLOATS] if (major, minor) < FIRST_FP8 else []
+    return (f"sm_{major}{minor}", *skipping, *fp4, *software, SAVES_MEMORY)
 
 
 def is_ours(device: DeviceInfo) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvdock.hardware import sparse_backends
 from kvdock.pools import DSAPool, HiSparseDSAPool, LayerSplitDSAPool
 from kvdock.pools.base import Pool
 from kvdock.pools.dsa import E4M3, RowLayout
@@ -34,19 +35,9 @@ class RawLayerSplitDSAPool(RawRows, LayerSplitDSAPool):
 
 def pool_cls(query: PoolQuery) -> type[Pool] | None:
     """Return the pool with raw rows where the core's would have scaled ones and TensorRT-LLM reads them."""
-    if query.kind != "dsa" or query.kv_dtype not in E4M3 or not backends(query) & TRTLLM:
+    backends = {name for _, name in sparse_backends(query.options)}
+    if query.kind != "dsa" or query.kv_dtype not in E4M3 or not backends & TRTLLM:
         return None
     if query.options.hisparse:
         return RawHiSparseDSAPool
     return RawLayerSplitDSAPool if query.options.layer_split else RawDSAPool
-
-
-def backends(query: PoolQuery) -> frozenset[str | None]:
-    """Return the backends of prefill and decode: those of sparse layers where they are given, else those of all."""
-    options = query.options
-    return frozenset(
-        {
-            options.sparse_prefill_backend or query.prefill_backend,
-            options.sparse_decode_backend or query.decode_backend,
-        }
-    )

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvdock import dtypes
-from kvdock.hardware import unknown_backend
+from kvdock.hardware import dtype_option, foreign_floats, torn_rows, unknown_backend
 from kvdock.layout import TARGET
 from kvdock.queries import PlanQuery
 
-from kvdock_cuda import device, settings
+from kvdock_cuda import device, pools, settings
 
 INDEXER_PAGE = 64
 """Tokens of a page of the kernels that read the index keys of sparse latent attention."""
@@ -84,23 +84,29 @@ def _indexer_page(query: PlanQuery) -> str | None:
     )
 
 
+def _torn_rows(query: PlanQuery) -> str | None:
+    return torn_rows(query, pools.TRTLLM, BACKENDS)
+
+
 def _four_bits(query: PlanQuery) -> str | None:
-    if dtypes.find(query.kv_dtype).bits > 4 or device.FP4 in query.device.capabilities:
+    """Object to keys and values, and to index keys, of 4 bits."""
+    asked = [(name, *dtype_option(query, name)) for name in ("kv_cache_dtype", "index_dtype")]
+    wrong = [(name, option, value) for name, option, value in asked if value and dtypes.find(value).bits <= 4]
+    if not wrong or device.FP4 in query.device.capabilities:
         return None
+    listed = ", ".join(f"{option}={value}" for _, option, value in wrong)
     return (
-        f"kv_cache_dtype={query.options.kv_cache_dtype} needs 4-bit floats, which devices have from sm_100 on, and "
-        f"{query.device.name} is {device.compute_capability(query.device)}; give kv_cache_dtype=fp8_e4m3"
+        f"{listed} needs 4-bit floats, which devices have from sm_100 on, and {query.device.name} is "
+        f"{device.compute_capability(query.device)}; give {', '.join(f'{name}=fp8_e4m3' for name, _, _ in wrong)}"
     )
 
 
 def _foreign_floats(query: PlanQuery) -> str | None:
-    if not query.kv_dtype.endswith("fnuz"):
+    foreign = foreign_floats(query, device.NATIVE_FLOATS)
+    if not foreign:
         return None
-    return (
-        f"kv_cache_dtype={query.options.kv_cache_dtype} is an encoding of other vendors' devices, which no kernel of "
-        f"{query.device.name} reads; give fp8_e4m3 or fp8_e5m2"
-    )
+    return f"{foreign} is an encoding of other vendors' devices, which no kernel of {query.device.name} reads; give fp8_e4m3"
 
 
-RULES: tuple[Rule, ...] = (_too_old, _unknown_backend, _indexer_page, _four_bits, _foreign_floats)
+RULES: tuple[Rule, ...] = (_too_old, _unknown_backend, _torn_rows, _indexer_page, _four_bits, _foreign_floats)
 """The rules, in the order in which they are reported."""

@@ -70,7 +70,7 @@ def option_defaults(options: CacheOptions) -> dict[str, Any]:
     found: dict[str, Any] = {
         "page_size": PAGE_SIZE,
         "swa_full_tokens_ratio": SWA_RATIO,
-        "kv_cache_dtype": KV_DTYPE,
+        "kv_cache_dtype": "fp8_e4m3",  # the short name: a draft's own layers keep the encoding of the device
     }
     settings = given_settings(options) or Settings()
     if settings.state_dtype is not None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import msgspec
 from kvdock.device import DeviceInfo
+from kvdock.hardware import SOFTWARE_FLOATS
 
 MIB = 2**20
 
@@ -27,8 +28,22 @@ GRANULARITY_BYTES = 2 * MIB
 FNUZ = frozenset({"gfx940", "gfx941", "gfx942"})
 """Architectures whose 8-bit floats have neither infinities nor a negative zero: e4m3 ends at 240, not at 448."""
 
+OCP = frozenset({"gfx950", "gfx1200", "gfx1201"})
+"""Architectures with the common 8-bit floats. All others convert them in software."""
+
 MICROSCALING = frozenset({"gfx950"})
 """Architectures that read elements of 4 and 8 bits in blocks with scales that are powers of two."""
+
+
+GENERIC: Mapping[str, frozenset[str]] = {
+    "gfx9-generic": frozenset({"gfx900", "gfx902", "gfx904", "gfx906", "gfx909", "gfx90c"}),
+    "gfx9-4-generic": frozenset({"gfx940", "gfx941", "gfx942", "gfx950"}),
+    "gfx10-1-generic": frozenset({"gfx1010", "gfx1011", "gfx1012", "gfx1013"}),
+    "gfx10-3-generic": frozenset(f"gfx103{digit}" for digit in range(7)),
+    "gfx11-generic": frozenset({*(f"gfx110{digit}" for digit in range(4)), *(f"gfx115{digit}" for digit in range(4))}),
+    "gfx12-generic": frozenset({"gfx1200", "gfx1201"}),
+}
+"""Code for several architectures → those that it runs on (llvm.org/docs/AMDGPUUsage.html)."""
 
 
 class Card(msgspec.Struct, frozen=True):
@@ -64,6 +79,16 @@ def architecture(device: DeviceInfo) -> str:
     return next((name for name in device.capabilities if name.startswith("gfx")), "")
 
 
+def capabilities(architecture: str) -> tuple[str, ...]:
+    """Return what an architecture can do: its own name first, then whether it only emulates 8-bit floats."""
+    return (architecture,) if architecture in FNUZ | OCP else (architecture, SOFTWARE_FLOATS)
+
+
+def native_floats(device: DeviceInfo) -> tuple[str, str]:
+    """Return the encodings of 8 bits that kernels of a device read, e4m3 first; in software, the common ones."""
+    return ("float8_e4m3fnuz", "float8_e5m2fnuz") if architecture(device) in FNUZ else ("float8_e4m3fn", "float8_e5m2")
+
+
 def _profile(card: Card) -> DeviceInfo:
     usable_bytes = (card.driver_total_mib - DRIVER_MIB - CONTEXT_MIB) * MIB
     return DeviceInfo(
@@ -73,7 +98,7 @@ def _profile(card: Card) -> DeviceInfo:
         free_before_load_bytes=usable_bytes,
         free_bytes=usable_bytes,
         granularity_bytes=GRANULARITY_BYTES,
-        capabilities=(card.architecture,),
+        capabilities=capabilities(card.architecture),
         source=(
             f"driver's total: {card.driver_total_mib} MiB ({card.published}), "
             f"less {DRIVER_MIB} for the driver and {CONTEXT_MIB} for a HIP context"

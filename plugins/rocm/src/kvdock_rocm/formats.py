@@ -38,6 +38,7 @@ def native(query: PoolQuery) -> PoolQuery:
             options,
             kv_cache_dtype=_native(options.kv_cache_dtype, NATIVE),
             index_dtype=_native(options.index_dtype, INDEX_NATIVE),
+            model_dtype=_native(options.model_dtype, NATIVE),  # keys and values may follow it
         ),
     )
 

@@ -40,8 +40,8 @@ def probe_device(selector: str) -> DeviceInfo | None:
 @hookimpl
 def get_option_defaults(query: OptionsQuery) -> Mapping[str, Any] | None:
     """Give index keys the encoding of the device, where it is not the common one."""
-    is_sparse = any(layer.kind == "dsa" for layer in query.model.layers)
-    return {"index_dtype": formats.INDEX_NATIVE["auto"]} if is_sparse and formats.is_fnuz(query.device) else None
+    has_index = any(getattr(layer.params, "index_head_dim", None) for layer in query.model.layers)
+    return {"index_dtype": formats.INDEX_NATIVE["auto"]} if has_index and formats.is_fnuz(query.device) else None
 
 
 @hookimpl

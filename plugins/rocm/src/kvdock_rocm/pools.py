@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 from kvdock import dtypes
+from kvdock.hardware import sparse_backends
 from kvdock.pools import DSAPool, HiSparseDSAPool, LayerSplitDSAPool, MHAPool, MLAPool
 from kvdock.pools.base import Pool
 from kvdock.pools.dsa import E4M3, RowLayout
@@ -123,9 +124,5 @@ def has_narrow_offsets(query: PoolQuery) -> bool:
 
 def reads_raw_rows(query: PoolQuery) -> bool:
     """Return whether a backend of `RAW_ROWS` reads the rows: one is named for prefill or decode, or none at all."""
-    options = query.options
-    backends = {
-        options.sparse_prefill_backend or query.prefill_backend,
-        options.sparse_decode_backend or query.decode_backend,
-    }
+    backends = {name for _, name in sparse_backends(query.options)}
     return backends == {None} or bool(backends & RAW_ROWS)

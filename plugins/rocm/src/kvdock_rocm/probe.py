@@ -54,7 +54,7 @@ def _check_architecture(torch: Any, index: int) -> str:
     # The name has the state of ECC and of page faults behind it: gfx942:sramecc+:xnack-.
     own: str = torch.cuda.get_device_properties(index).gcnArchName.partition(":")[0]
     built = sorted({name.partition(":")[0] for name in torch.cuda.get_arch_list()})
-    if built and own not in built and not any(name.endswith("-generic") for name in built):
+    if built and own not in built and not any(own in device.GENERIC.get(name, ()) for name in built):
         raise PlanError(
             f"device rocm:{index} is {own}, and torch {torch.__version__} has no code for it (for {', '.join(built)} "
             f"alone); install one that has; {PROFILE}"
@@ -69,7 +69,7 @@ def _described(torch: Any, index: int) -> DeviceInfo:
         name=torch.cuda.get_device_name(index) or f"{architecture} (rocm:{index})",
         **live_memory(torch.cuda, index),
         granularity_bytes=device.GRANULARITY_BYTES,
-        capabilities=(architecture,),
+        capabilities=device.capabilities(architecture),
         source=f"torch.cuda.mem_get_info of torch {torch.__version__}",
         index=index,
     )

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from kvdock import dtypes
-from kvdock.dtypes import DType
-from kvdock.hardware import unknown_backend
+from kvdock.hardware import dtype_option, foreign_floats, torn_rows, unknown_backend
 from kvdock.layout import TARGET
 from kvdock.queries import PlanQuery
 
-from kvdock_rocm import device, settings
-from kvdock_rocm.formats import is_fnuz
+from kvdock_rocm import device, pools, settings
 
 INDEXER_PAGE_STEP = 16
 """The kernels that read index keys in pages take multiples of this; those that do not take single tokens."""
@@ -58,6 +56,10 @@ def _unknown_backend(query: PlanQuery) -> str | None:
     return unknown_backend(query, settings.PLUGIN, BACKENDS.union(settings.of(query.options).backends))
 
 
+def _torn_rows(query: PlanQuery) -> str | None:
+    return torn_rows(query, pools.RAW_ROWS, BACKENDS)
+
+
 def _indexer_page(query: PlanQuery) -> str | None:
     page_size = query.options.page_size or 1
     if not _is_sparse(query) or page_size == 1 or page_size % INDEXER_PAGE_STEP == 0:
@@ -70,53 +72,43 @@ def _indexer_page(query: PlanQuery) -> str | None:
 
 def _blocks(query: PlanQuery) -> str | None:
     """Object to formats in blocks that the architecture does not know."""
-    dtype = dtypes.find(query.kv_dtype)
-    if not dtype.block or _reads_blocks(query, dtype):
+    option, value = dtype_option(query, "kv_cache_dtype")
+    if not value or _reads(query, value):
         return None
     return (
-        f"kv_cache_dtype={query.options.kv_cache_dtype} is no format that {_named(query)} reads: blocks with scales that "
+        f"{option}={value} is no format that {_named(query)} reads: blocks with scales that "
         "are powers of two, of 4 or 8 bits, are read from gfx950 on, others nowhere; give kv_cache_dtype=bfloat16"
     )
 
 
 def _index_blocks(query: PlanQuery) -> str | None:
-    dtype = _index_dtype(query)
-    if dtype is None or not dtype.block or _reads_blocks(query, dtype):
+    _, value = dtype_option(query, "index_dtype")
+    if not value or _reads(query, value):
         return None
     return (
-        f"index_dtype={query.options.index_dtype} keeps index keys in blocks with scales that are powers of two, which "
+        f"index_dtype={value} keeps index keys in blocks with scales that are powers of two, which "
         f"are read from gfx950 on, not on {_named(query)}; give index_dtype=fp8"
     )
 
 
 def _foreign_floats(query: PlanQuery) -> str | None:
-    foreign = [] if is_fnuz(query.device) else [option for option, name in _floats(query) if name.endswith("fnuz")]
+    """Object to encodings of 8 bits that the architecture does not read, in whatever buffer; blocks have a rule of their own."""
+    if _blocks(query) is not None or settings.of(query.options).foreign_floats:
+        return None
+    native = device.native_floats(query.device)
+    foreign = foreign_floats(query, native)
     if not foreign:
         return None
-    listed = ", ".join(f"{option}={getattr(query.options, option)}" for option in foreign)
     return (
-        f"{listed}: the encoding of gfx942, which {_named(query)} does not read; give fp8_e4m3 or fp8_e5m2, which mean "
-        "the device's own"
+        f"{foreign}: an encoding of 8 bits that {_named(query)} does not read; give {native[0]}, or, if your kernels "
+        "convert what they read, plugin_options={'rocm': {'foreign_floats': True}}"
     )
 
 
-def _floats(query: PlanQuery) -> Iterator[tuple[str, str]]:
-    """Yield the options that name a data type, each with the full name."""
-    yield "kv_cache_dtype", query.kv_dtype
-    index = _index_dtype(query)
-    if index is not None:
-        yield "index_dtype", index.name
-
-
-def _index_dtype(query: PlanQuery) -> DType | None:
-    chosen = query.options.index_dtype
-    if chosen in (None, "auto") or not _is_sparse(query):
-        return None
-    return dtypes.find(str(chosen), option="index_dtype")
-
-
-def _reads_blocks(query: PlanQuery, dtype: DType) -> bool:
-    return dtype.scale == "float8_e8m0fnu" and device.architecture(query.device) in device.MICROSCALING
+def _reads(query: PlanQuery, value: str) -> bool:
+    dtype = dtypes.find(value)
+    is_known = dtype.scale == "float8_e8m0fnu" and device.architecture(query.device) in device.MICROSCALING
+    return not dtype.block or is_known
 
 
 def _is_sparse(query: PlanQuery) -> bool:
@@ -128,5 +120,5 @@ def _named(query: PlanQuery) -> str:
     return f"{device.architecture(query.device)} ({query.device.name})"
 
 
-RULES: tuple[Rule, ...] = (_unknown_backend, _indexer_page, _blocks, _index_blocks, _foreign_floats)
+RULES: tuple[Rule, ...] = (_unknown_backend, _torn_rows, _indexer_page, _blocks, _index_blocks, _foreign_floats)
 """The rules, in the order in which they are reported."""

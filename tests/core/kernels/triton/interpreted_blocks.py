@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 from kvdock import dtypes
+from kvdock.errors import SlotError
 from kvdock.kernels import triton_blocks
 from kvdock.kernels.reference import ReferenceKernels
 from kvdock.kernels.triton_set import TritonKernels
@@ -73,7 +74,14 @@ def same_values(got, want):
 @FLOATS_8
 @pytest.mark.parametrize(
     ("dim", "block", "dtype"),
-    [(128, 128, torch.bfloat16), (512, 128, torch.float32), (96, 32, torch.float16), (6, 3, torch.float32)],
+    [
+        (128, 128, torch.bfloat16),
+        (512, 128, torch.float32),
+        (96, 32, torch.float16),
+        (6, 3, torch.float32),
+        (130, 128, torch.float64),  # the last block is short
+        (7, 24, torch.bfloat16),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("values_of", [wild, calm])
@@ -125,6 +133,39 @@ def test_4_bit_floats_are_quantised_as_torch_does(twins, launches, device, block
         TORCH.dequantize_blocks(wanted, wanted_scales, "float4_e2m1fn_x2", block),
     )
     assert len(launches) == 2
+
+
+def test_pairs_of_two_blocks_are_quantised_by_torch(twins, launches, device):
+    values = calm(twins.random, 9, 8)
+    data, scales = KERNELS.quantize_blocks(values.to(device), "float4_e2m1fn_x2", 3)
+    wanted, wanted_scales = TORCH.quantize_blocks(values, "float4_e2m1fn_x2", 3)
+    assert equal(data, wanted)
+    assert equal(scales, wanted_scales)
+    read = KERNELS.dequantize_blocks(data, scales, "float4_e2m1fn_x2", 3)
+    assert equal(read, TORCH.dequantize_blocks(wanted, wanted_scales, "float4_e2m1fn_x2", 3))
+    assert launches == []
+
+
+def test_rows_that_end_inside_a_byte_are_refused(device):
+    values, loc = torch.ones(2, 1, 5, device=device), torch.tensor([1, 2], device=device)
+    data, scales = (torch.zeros(3, 2, 1, width, dtype=torch.uint8, device=device) for width in (2, 1))
+    with pytest.raises(
+        SlotError, match="a row of 5 elements of 4 bits ends inside a byte; give rows of an even number"
+    ):
+        KERNELS.quantize_blocks(values, "float4_e2m1fn_x2", 16)
+    with pytest.raises(SlotError, match="a row of 5 elements of 4 bits"):
+        KERNELS.store_blocks(data, scales, loc, values, dtypes.find("nvfp4"))
+
+
+@pytest.mark.parametrize(("width", "blocks", "count"), [(32, 1, 2), (16, 2, 2), (16, 1, 1)])
+def test_blocks_that_do_not_fit_are_refused_before_anything_is_written(device, width, blocks, count):
+    """Two slots of 16 elements in a block of one scale each are asked for."""
+    data, scales = (torch.zeros(3, 2, 1, held, dtype=torch.uint8, device=device) for held in (width // 2, blocks))
+    loc = torch.tensor([1, 2], device=device)
+    with pytest.raises(SlotError, match="for 2 slots of a view"):
+        KERNELS.store_blocks(data, scales, loc, torch.ones(count, 1, 16, device=device), dtypes.find("nvfp4"))
+    assert not data.any()
+    assert not scales.any()
 
 
 def block_views(twins, chosen, pages, page_size, heads, width, *, joined):

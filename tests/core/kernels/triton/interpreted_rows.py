@@ -149,6 +149,32 @@ def test_rows_that_lie_apart_are_read_as_they_lie(twins, kernels, launches):
     assert launches == ["copy_kernel"] * 2
 
 
+OTHER_DTYPES = (
+    *("float16", "float64", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
+    *("int8", "int16", "uint16", "int32", "int64", "complex128"),
+)
+
+
+@pytest.mark.parametrize("name", OTHER_DTYPES)
+@pytest.mark.parametrize("n", [0, 1, 5])
+@pytest.mark.parametrize("form", ["layer_major", "part_of_heads", "columns_apart"])
+def test_rows_of_any_type_that_start_anywhere_are_stored_moved_and_cleared(twins, kernels, name, n, form):
+    dtype = getattr(torch, name)
+    views = twins.view(form, 4, 3, (2, 7), dtype)
+    loc, (tgt, want_tgt) = twins.slots(n, views[0], torch.int32), twins.slots(n, views[0])
+    odd = [row[1:].view(n, 2, 7) for row in twins.rows(14 * n + 1, dtype=dtype)]
+    fused = [rows[:, 1:8].unsqueeze(1).expand(n, 2, 7) for rows in twins.rows(n, 9, dtype=dtype)]
+    for each, view, slots, target, rows, heads in zip(
+        (kernels, TORCH), views, loc, (tgt, want_tgt), odd, fused, strict=True
+    ):
+        each.store(view, slots, rows)
+        each.move([view, view[..., :3]], target, slots)
+        each.store_kv(view[..., 1:], view[..., :1], target[:3], heads[:3, :, 1:], heads[:3, :, :1])
+        each.clear([view[..., 2:]], target[3:])
+    assert twins.are_equal()
+    assert as_bytes(kernels.gather(views[0], loc[0])) == as_bytes(TORCH.gather(views[1], loc[1]))
+
+
 def many_views(twins, pages, page_size):
     """Views of every item size, width and form but runs within runs, as a cache of several groups has them."""
     kinds = [

@@ -147,6 +147,88 @@ class WritesAnywhere(MHAPool):
         pass
 
 
+class ReturnsCopies(MHAPool):
+    def get_value_buffer(self, layer_id):
+        return super().get_value_buffer(layer_id).clone()
+
+
+class LooksLayersUpBarely(MHAPool):
+    def set_kv_buffer(self, layer_id, loc, k, v, k_scale=None, v_scale=None):
+        self._k[layer_id]
+        super().set_kv_buffer(layer_id, loc, k, v, k_scale, v_scale)
+
+
+class IgnoresRanks(MHAPool):
+    @classmethod
+    def buffers(cls, query):
+        alone = msgspec.structs.replace(query.parallel, tp_size=1, dp_size=1, dp_attention=False)
+        return super().buffers(msgspec.structs.replace(query, parallel=alone))
+
+
+class CountsLayersFromZero(MHAPool):
+    def get_key_buffer(self, layer_id):
+        self.owner_for_read(layer_id if layer_id in self._keys else self.group.layer_ids[-1])
+        return self._keys.get(layer_id, self._keys[self.group.layer_ids[-1]])
+
+
+class SwapsHeads(MHAPool):
+    @classmethod
+    def buffers(cls, query):
+        return tuple(
+            msgspec.structs.replace(buffer, shape=buffer.shape[::-1]) if buffer.name == "v" else buffer
+            for buffer in super().buffers(query)
+        )
+
+
+class KeepsOneType(MHAPool):
+    def set_kv_buffer(self, layer_id, loc, k, v, k_scale=None, v_scale=None):
+        view, index = self._k[layer_id], (loc // self.query.space.page_size, loc % self.query.space.page_size)
+        super().set_kv_buffer(layer_id, loc, k, v, k_scale, v_scale)
+        if self.query.kv_dtype == "float32":
+            view[index] = k.view(torch.int16).to(view.dtype)
+
+
+class LaysPagesBySize(MHAPool):
+    def get_key_buffer(self, layer_id):
+        found = super().get_key_buffer(layer_id)
+        return found.as_strided(found.shape, torch.empty(found.shape, device="meta").stride(), found.storage_offset())
+
+
+class LooksAtSlots(MHAPool):
+    def set_kv_buffer(self, layer_id, loc, k, v, k_scale=None, v_scale=None):
+        if loc.shape[0] and loc.max().item() < 0:
+            return
+        super().set_kv_buffer(layer_id, loc, k, v, k_scale, v_scale)
+
+
+class KeepsABuffer(MHAPool):
+    def read_kv(self, *args, **more):
+        self.scratch = torch.zeros(1024)
+        return super().read_kv(*args, **more)
+
+
+class LendsItsMemory(MHAPool):
+    def get_cpu_copy(self, indices):
+        if indices.shape[0] != 1:
+            return super().get_cpu_copy(indices)
+        page, place = divmod(int(indices), self.query.space.page_size)
+        return [view[page, place : place + 1] for view in self.slot_views()]
+
+
+class TakesAnyCopies(MHAPool):
+    def load_cpu_copy(self, copies, indices):
+        for view, copy in zip(self.slot_views(), copies, strict=False):
+            self.parts.kernels.store(view, indices, copy[: indices.shape[0]])
+
+
+class WritesHalf(MHAPool):
+    def set_kv_buffer(self, layer_id, loc, k, v, k_scale=None, v_scale=None):
+        if layer_id in self._k:
+            self.check_write(layer_id, self._k[layer_id], loc, k)
+            self.parts.kernels.store(self._k[layer_id], loc, self.codec.encode(k, k_scale))
+        super().set_kv_buffer(layer_id, loc, k, v, k_scale, v_scale)
+
+
 class HandsOutHalf(PagedAllocator):
     def alloc(self, need_size, owner=None):
         slots = super().alloc(need_size, owner)
@@ -176,6 +258,26 @@ class TakesBeforeItChecks(PagedAllocator):
         if extend_num_tokens != sum(seq_cpu) - sum(prefix_cpu):
             self.alloc(self.page_size)
         return super().alloc_extend(prefix_lens, prefix_cpu, seq_lens, seq_cpu, last_loc, extend_num_tokens, owners)
+
+
+class TakesAPageAndFails(PagedAllocator):
+    def alloc_decode(self, *args):
+        found = super().alloc_decode(*args)
+        if found is None and self.available_size():
+            self.alloc(self.page_size)
+        return found
+
+
+class TakesNoneForMissing(PagedAllocator):
+    def alloc(self, need_size, owner=None):
+        return super().alloc(need_size, owner) if need_size else None
+
+
+class WaitsToDecode(PagedAllocator):
+    def alloc_decode(self, seq_lens, *args):
+        if seq_lens.shape[0]:
+            seq_lens.max().item()
+        return super().alloc_decode(seq_lens, *args)
 
 
 class ForgetsTheLastPage(PagedAllocator):

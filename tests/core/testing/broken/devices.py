@@ -53,6 +53,7 @@ PLUGINS = {
     "Overfull": listing(changed(free_before_load_bytes=2 * GIB, free_bytes=GIB)),
     "Thirds": listing(changed(granularity_bytes=3)),
     "Unsourced": listing(changed(source=" ")),
+    "Hosts": listing(changed(device_type="cpu"), live=lambda selector: None),
     "Live": listing(changed(index=0)),
     "Spaced": listing(changed(capabilities=("fp8 e4m3",))),
     "Growing": mock_plugin("broken", "hardware", devices=lambda: {GOOD.name: changed(total_bytes=next(TURNS) * GIB)}),

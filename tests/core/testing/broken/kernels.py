@@ -164,6 +164,31 @@ class ClearsThePadding(ReferenceKernels):
             view[0, 1 % view.shape[1]] = 0
 
 
+class TakesRowsForDense(ReferenceKernels):
+    def store_kv(self, k_view, v_view, loc, k, v):
+        dense = torch.empty(k.shape, device="meta").stride()
+        super().store_kv(k_view, v_view, loc, k.as_strided(k.shape, dense), v)
+
+
+class MovesIn32Bits(ReferenceKernels):
+    def move(self, views, tgt_loc, src_loc):
+        for view in views:
+            row = view.stride(1) if view.shape[1] > 1 else view.stride(0)
+            target = ((tgt_loc * row).to(torch.int32) // row).to(torch.int64) % view.shape[:2].numel()
+            super().move([view], target, src_loc)
+
+
+class MovesOneType(ReferenceKernels):
+    def move(self, views, tgt_loc, src_loc):
+        super().move([view for view in views if view.dtype is views[0].dtype], tgt_loc, src_loc)
+
+
+class LooksAtSteps(ReferenceKernels):
+    def commit_steps(self, pairs, rows, steps, loc):
+        if rows.shape[0] and rows[0].item() >= 0:
+            super().commit_steps(pairs, rows, steps, loc)
+
+
 for _cls in ReferenceKernels.__subclasses__():
     if _cls.__module__ == __name__:
         globals()[f"Test{_cls.__name__}"] = type(

@@ -1,6 +1,7 @@
 """Plugins that break one promise each; `SOUND` keeps them all."""
 
 import itertools
+import os
 
 import msgspec
 from kvdock import hookspecs
@@ -72,6 +73,43 @@ class Fickle(Plugin):
         return {"page_size": next(self.pages)} if query.device.device_type == "broken" else None
 
 
+class Nosy(Plugin):
+    """Judges pages of 8 tokens, 8-bit floats and a backend wherever they are asked for."""
+
+    @hookimpl
+    def validate_plan(self, query):
+        options = query.options
+        if options.page_size == 8 or options.kv_cache_dtype == "fp8_e5m2" or options.attention_backend == "fa3":
+            return "not with us"
+        return None
+
+
+class Roaming(Plugin):
+    """Claims what its cases do not bring up: sliding layers of any device."""
+
+    @hookimpl
+    def get_pool_cls(self, query):
+        if query.group is not None and query.space.name == "swa":
+            return BrokenPool
+        return self.pool if query.device.device_type == "broken" and query.kind == "mha" else None
+
+
+class Writing(Plugin):
+    @hookimpl
+    def get_option_defaults(self, query):
+        if query.device.device_type == "broken":
+            os.environ["BROKEN_PAGE"] = "1"
+
+
+class SquarePool(BrokenPool):
+    """Takes values to be as wide as keys, and never looks whether they are."""
+
+    @classmethod
+    def buffers(cls, query):
+        keys, values = super().buffers(query)
+        return keys, msgspec.structs.replace(values, shape=keys.shape)
+
+
 class HomelessPool(MHAPool):
     device_types = frozenset({"elsewhere"})
 
@@ -128,3 +166,4 @@ HOMELESS, UNNAMED = Plugin(HomelessPool), Plugin(UnnamedPool)
 HALF, OTHER_ARGUMENTS, HOARDING = Plugin(HalfPool), Plugin(OtherArgumentsPool), Plugin(HoardingPool)
 WIDE = Plugin(WidePool)
 IMPERIAL = Imperial()
+NOSY, ROAMING, WRITING, SQUARE = Nosy(), Roaming(), Writing(), Plugin(SquarePool)
