@@ -35,6 +35,13 @@ def pair(pages=100, state=16):
     return memory_of(Line((states, Stretch("kv", 1, 16, low, low // 16, pages)), low, high))
 
 
+def three():
+    """States of 112 bytes, sliding pages of 48 and 120 pages of 32."""
+    low, high = 192, 192 + 32 * 120
+    states, sliding = Stretch("state", 1, 112, low, 1, 34), Stretch("swa", 1, 48, 32 + 48 * 4, 4, (high - 224) // 48)
+    return Line((states, sliding, Stretch("kv", 1, 32, low, 6, 120)), low, high)
+
+
 def take(memory, space, pages):
     assert memory.secure({space: len(pages)})
     memory.segment(space).back(torch.tensor(pages))
@@ -136,16 +143,7 @@ def test_two_batches_of_moves_lose_no_page_and_keep_every_byte():
 def test_three_spaces_reach_their_most_and_never_overlap():
     # H-07: 10,000 steps of taking, giving and compacting
     sizes = {"state": 112, "swa": 48, "kv": 32}
-    low, high = 192, 192 + 32 * 120
-    line = Line(
-        (
-            Stretch("state", 1, 112, low, 1, (high - low) // 112),
-            Stretch("swa", 1, 48, 32 + 48 * 4, 4, (high - 224) // 48),
-            Stretch("kv", 1, 32, low, 6, 120),
-        ),
-        low,
-        high,
-    )
+    low, high, line = 192, 192 + 32 * 120, three()
     memory, rng = memory_of(line), random.Random(7)
     for space, most in (("state", 34), ("swa", 79), ("kv", 120)):
         assert memory.available(space) == most
@@ -178,6 +176,26 @@ def test_three_spaces_reach_their_most_and_never_overlap():
             for name, own in live.items():
                 assert all(bytes_of(memory, name, page).eq(value).all() for page, value in own.items())
     assert memory.bytes_moved > 0
+
+
+def test_a_space_that_could_not_make_way_owns_what_it_did(monkeypatch):
+    memory = memory_of(three())
+    take(memory, "swa", range(1, 11))  # in the middle of the gap; for states it has to go up
+    for page in range(1, 11):
+        bytes_of(memory, "swa", page).fill_(page)
+    windows, free = memory._windows(), memory.shares()
+
+    def fail(self, views, tgt_loc, src_loc):
+        raise ZeroDivisionError
+
+    with monkeypatch.context() as patched, pytest.raises(ZeroDivisionError):
+        patched.setattr(ReferenceKernels, "move", fail)
+        memory.secure({"state": 25})
+    assert (memory._windows(), memory.shares(), memory.bytes_moved) == (windows, free, 0)
+    memory.check()
+    take(memory, "state", range(1, 26))
+    assert memory.bytes_moved > 0
+    assert all(bytes_of(memory, "swa", page).eq(page).all() for page in range(1, 11))
 
 
 def test_without_lazy_compaction_a_free_leaves_no_hole():
