@@ -56,6 +56,7 @@ class PackedPool(PlacedPool):
                 shape=(query.space.page_size * found.nbytes,),
                 row_bytes_align=found.data_nbytes,
                 dtype="uint8",
+                element=ELEMENT,
                 layers=group.layer_ids,
                 worker=query.worker,
                 is_kv=True,
