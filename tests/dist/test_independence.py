@@ -8,8 +8,27 @@ import pytest
 pytestmark = pytest.mark.dist
 
 ROOT = Path(__file__).parents[2]
-SOURCES = {"kvdock": ROOT / "core", **{f"kvdock_{name}": ROOT / "plugins" / name for name in ("cuda", "rocm")}}
-DEVICES = {"cuda": "h200", "rocm": "mi300x"}
+SOURCES = {
+    "kvdock": ROOT / "core",
+    **{f"kvdock_{name}": ROOT / "plugins" / name for name in ("cuda", "rocm", "ascend", "dsv4")},
+}
+DEVICES = {"cuda": "h200", "rocm": "mi300x", "ascend": "910b-64gb"}
+FAMILY = {
+    "architectures": ["DeepseekV4ForCausalLM"],
+    "model_type": "deepseek_v4",
+    "num_hidden_layers": 3,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 1,
+    "head_dim": 512,
+    "qk_rope_head_dim": 64,
+    "sliding_window": 128,
+    "index_head_dim": 128,
+    "max_position_embeddings": 4096,
+    "torch_dtype": "bfloat16",
+    "compress_ratios": [0, 4, 128],
+}
+TOGETHER = ["", "cuda", "rocm", "ascend", "dsv4", "ascend dsv4", "cuda rocm"]
+
 
 @pytest.fixture(scope="module")
 def clean(shell, tmp_path_factory):
@@ -17,17 +36,18 @@ def clean(shell, tmp_path_factory):
     folder = tmp_path_factory.mktemp("alone")
     wheels = shell.build(folder, SOURCES)
     scripts = shell.environment(folder, wheels["kvdock"])
-    (folder / "model.json").write_text(json.dumps(shell.plain), encoding="utf-8")
+    for name, config in (("model", shell.plain), ("family", FAMILY)):
+        (folder / f"{name}.json").write_text(json.dumps(config), encoding="utf-8")
     return folder, scripts, wheels
 
 
-@pytest.fixture(scope="module", params=["", "cuda", "rocm", "cuda rocm"], ids=lambda names: names or "core alone")
+@pytest.fixture(scope="module", params=TOGETHER, ids=lambda names: names or "core alone")
 def installed(request, shell, clean):
     """The names of the plugins that are installed, and what runs a command there."""
     folder, scripts, wheels = clean
     names = request.param.split()
     pip = (scripts / "python", "-m", "pip")
-    shell.checked(*pip, "uninstall", "-q", "-y", *(f"kvdock-{name}" for name in DEVICES))
+    shell.checked(*pip, "uninstall", "-q", "-y", *(f"kvdock-{name}" for name in (*DEVICES, "dsv4")))
     if names:
         shell.checked(*pip, "install", "-q", *(wheels[f"kvdock_{name}"] for name in names))
     shell.checked(*pip, "check")
@@ -38,7 +58,7 @@ def test_just_the_installed_plugins_are_there_and_load(installed):
     names, kvdock = installed
     listed = kvdock("plugins", "--check", "--json")
     rows = [row for row in json.loads(listed.stdout) if row["name"] in DEVICES]
-    assert sorted((row["name"], row["status"]) for row in rows) == [(name, "loaded") for name in names]
+    assert [(row["name"], row["status"]) for row in rows] == [(name, "loaded") for name in names if name in DEVICES]
 
 
 @pytest.mark.parametrize("plugin", DEVICES)
@@ -48,7 +68,8 @@ def test_a_catalogue_is_that_of_the_installed_plugin(installed, plugin):
     if plugin in names:
         plan = json.loads(done.stdout)
         assert plan["inputs"]["device"]["name"] == DEVICES[plugin]
-        assert [group["pool_cls"]["plugin"] for group in plan["groups"]] == ["core"]
+        owner = "ascend" if plugin == "ascend" else "core"
+        assert [group["pool_cls"]["plugin"] for group in plan["groups"]] == [owner]
     else:
         assert (done.returncode, done.stdout) == (2, "")
         assert DEVICES[plugin] in done.stderr
@@ -70,8 +91,12 @@ def test_without_a_device_nothing_is_planned_and_each_plugin_says_why(installed)
     done = kvdock("plan", "model.json")
     assert (done.returncode, done.stdout) == (2, "")
     assert "no accelerator is here" in done.stderr
-    said = {"cuda": "no CUDA device can be probed without torch", "rocm": "no ROCm device can be probed without torch"}
-    assert [name for name, words in said.items() if words in done.stderr] == names
+    said = {
+        "cuda": "no CUDA device can be probed without torch",
+        "rocm": "no ROCm device can be probed without torch",
+        "ascend": "no Ascend device can be used without torch",
+    }
+    assert [name for name, words in said.items() if words in done.stderr] == [n for n in names if n in DEVICES]
 
 
 def test_a_budget_is_enough_to_plan(installed):
@@ -80,3 +105,28 @@ def test_a_budget_is_enough_to_plan(installed):
     # 3 layers · 4 heads · 64 · 2 (K, V) · 2 bytes
     assert plan["bytes_per_token"]["kv"] == 3072
     assert plan["total_bytes"] <= 2**30
+
+
+def test_a_family_needs_its_plugin_and_on_a_hardware_of_its_own_form_their_variant(installed):
+    names, kvdock = installed
+    done = kvdock("plan", "family.json", "--memory", "1GiB", "--max-requests", "4", "--json")
+    if "dsv4" in names:
+        plugins = {group["pool_cls"]["plugin"] for group in json.loads(done.stdout)["groups"]}
+        assert plugins == {"dsv4"}
+    else:
+        assert (done.returncode, done.stdout) == (2, "")
+        assert "Traceback" not in done.stderr
+    done = kvdock("plan", "family.json", "--device", "910b-64gb", "--weights", "1GiB", "--json")
+    if names == ["ascend", "dsv4"]:
+        plugins = {group["pool_cls"]["plugin"] for group in json.loads(done.stdout)["groups"]}
+        assert plugins == {"ascend.dsv4"}
+    else:
+        assert (done.returncode, done.stdout) == (2, "")
+        assert "Traceback" not in done.stderr
+
+
+def test_a_variant_is_loaded_only_where_both_its_plugins_are(installed):
+    names, kvdock = installed
+    rows = json.loads(kvdock("plugins", "--check", "--json").stdout)
+    found = [row["status"] for row in rows if row["name"] == "ascend.dsv4"]
+    assert found == ([] if "ascend" not in names else ["loaded" if "dsv4" in names else "inactive"])

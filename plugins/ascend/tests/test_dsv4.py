@@ -86,6 +86,8 @@ def test_what_the_form_does_not_have_is_refused(planned, dsv4_objections):
     assert "a page of compressed rows here belongs to one request" in dsv4_objections(prefix_cache=True)["ascend.dsv4"]
     online = dsv4_objections(plugin_options={"dsv4": {"online_compress": True}})
     assert "online_compress=true is no form" in online["ascend.dsv4"]
+    large = dsv4_objections(page_size=2048, max_running_requests=1)
+    assert "reads pages of at most 1024 tokens; give 128" in large["ascend.dsv4"]
     # there is no host tier here, so no buffers that could run out.
     with pytest.raises(kvdock.PlanError, match="hisparse=true keeps rows on the host, which no kernel of 910c reads"):
         planned(hisparse=True)

@@ -82,6 +82,26 @@ def test_tables_say_where_a_request_lies(cached):
     assert not found["c128_state"][row, :256].any()
 
 
+def test_no_reader_sees_what_a_table_keeps_of_tokens_that_left_the_window(cached):
+    """What is stale lies before the window, or behind the last token; all that a step reads is where tokens are."""
+    cache = cached()
+    table, allocator = cache.req_to_token_pool, cache.token_to_kv_pool_allocator
+    cache.admit("a", 700)
+    cache.evict(["a"], [700 - 128])
+    cache.admit("b", 500)  # takes the sliding pages that were given back
+    row = table.row_of("a")
+    window = table.req_to_token[row, 700 - 128 : 700]
+    assert torch.equal(table.tables["swa"][row, 700 - 128 : 700].long(), allocator.translate(window))
+    assert (allocator.translate(window) > 0).all()
+    cache.release("a")
+    cache.admit("c", 130)
+    row = table.row_of("c")  # the row of one that had more tokens
+    for space, ratio in (("swa", 1), ("c4", 4), ("c128", 128)):
+        slots = table.req_to_token[row, ratio - 1 : 130 : ratio]
+        places = allocator.translate(slots) if space == "swa" else allocator.translate_beside(space, slots)
+        assert torch.equal(table.tables[space][row, : 130 // ratio].long(), places)
+
+
 def test_distinct_tokens_have_distinct_rows(cached):
     """P-11: by brute force over all groups of all requests."""
     cache = cached()

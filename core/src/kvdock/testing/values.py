@@ -6,12 +6,14 @@ request, position, layer or side (key or value) differs in about every column.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvdock.errors import KVDockError
 from kvdock.testing.kinds import Layer, Part, Tokens, Where, layers_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
     from kvdock.cache import KVCache
@@ -71,11 +73,12 @@ class Values:
         slots = tokens.slots
         hashed = hashed_bytes(salts, tokens.positions, self._widest)
         where = Where(slots, self._mapped(slots), at)
+        placed: dict[Any, Placed] = {}
         for layer in self.owners:
             if layer.kind.places is not None:
-                places = layer.kind.places(layer, tokens)
-                has_row = places > 0
-                self._write_layer(layer, hashed[has_row], Where(slots[has_row], places[has_row]))
+                found = _placed(layer, layer.kind.places, tokens, hashed, placed)
+                if found.where.slots.shape[0]:
+                    self._write_layer(layer, found.hashed, found.where)
             else:
                 self._write_layer(layer, hashed, where if layer.is_mapped else Where(slots, slots, at))
 
@@ -106,22 +109,18 @@ class Values:
             block = Tokens(*(column[start : start + BLOCK_TOKENS] for column in found))
             tokens = hashed_bytes(salts[start : start + BLOCK_TOKENS], block.positions, self._widest)
             mapped = self._mapped(block.slots)
+            placed: dict[Any, Placed] = {}
             for layer in self.layers:
                 if layer.kind.places is not None:
-                    self._check_placed(layer, request, block, tokens)
+                    there = _placed(layer, layer.kind.places, block, tokens, placed)
+                    if there.where.slots.shape[0]:
+                        self._check_layer(layer, request, there.positions, there.hashed, there.where)
                     continue
                 first = 0
                 if layer.window is not None:
                     first = int(torch.searchsorted(block.positions, max(evicted, looking - layer.window)))
                 where = Where(block.slots[first:], (mapped if layer.is_mapped else block.slots)[first:])
                 self._check_layer(layer, request, block.positions[first:], tokens[first:], where)
-
-    def _check_placed(self, layer: Layer, request: int, block: Tokens, tokens: torch.Tensor) -> None:
-        if layer.kind.places is not None:
-            places = layer.kind.places(layer, block)
-            has_row = places > 0
-            where = Where(block.slots[has_row], places[has_row])
-            self._check_layer(layer, request, block.positions[has_row], tokens[has_row], where)
 
     def compare(self, layer: Layer, request: int, salts: torch.Tensor, positions: torch.Tensor, where: Where) -> None:
         """Compare tokens of a request, written with `salts`, in one layer, as many as memory takes at once.
@@ -168,6 +167,30 @@ class Values:
         if key not in self._columns:
             self._columns[key] = column_bytes(self, *key, part.width, device)
         return self._columns[key]
+
+
+class Placed(NamedTuple):
+    """Those of some tokens that have a row in a pool of layers: their positions, hashes and places."""
+
+    positions: torch.Tensor
+    hashed: torch.Tensor
+    where: Where
+
+
+def _placed(
+    layer: Layer,
+    find: Callable[[Layer, Tokens], torch.Tensor],
+    tokens: Tokens,
+    hashed: torch.Tensor,
+    known: dict[Any, Placed],
+) -> Placed:
+    """Return which tokens have a row in a layer; asked once for all layers of a pool, since `known` remembers it."""
+    key = id(layer.pool), find
+    if key not in known:
+        places = find(layer, tokens)
+        has_row = places > 0
+        known[key] = Placed(tokens.positions[has_row], hashed[has_row], Where(tokens.slots[has_row], places[has_row]))
+    return known[key]
 
 
 def column_bytes(values: Values, worker: str, owner: int, name: str, width: int, device: torch.device) -> torch.Tensor:

@@ -22,7 +22,10 @@ FIA_PAGES = (128, 256, 384, 512)
 """Pages that fused inference attention takes."""
 
 MAX_INDEXER_PAGE = 1024
-"""Tokens of the largest page that the indexer's kernel reads."""
+"""Tokens of the largest page that the indexer's kernel reads: its documentation gives multiples of 16 up to 1,024.
+
+gitcode.com/cann/ops-transformer, attention/lightning_indexer.
+"""
 
 KV_DTYPES = ("bfloat16", "float16")
 """Types of keys and values that kernels read here."""
@@ -91,9 +94,14 @@ def _page(query: PlanQuery) -> str | None:
 
 
 def _indexer_page(query: PlanQuery) -> str | None:
-    page_size = page_size_of(query)
     # All layers, not this rank's alone, so that every stage of a pipeline answers alike.
-    if page_size <= MAX_INDEXER_PAGE or not any(layer.kind == "dsa" for layer in query.model.layers):
+    return large_indexer_page(query) if any(layer.kind == "dsa" for layer in query.model.layers) else None
+
+
+def large_indexer_page(query: PlanQuery) -> str | None:
+    """Return why pages are too large for the indexer of a model that has one; ``None``: they are not."""
+    page_size = page_size_of(query)
+    if page_size <= MAX_INDEXER_PAGE:
         return None
     return (
         f"page_size={page_size}: the indexer of {query.model.name} reads pages of at most {MAX_INDEXER_PAGE} tokens; "

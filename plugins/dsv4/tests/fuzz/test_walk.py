@@ -1,5 +1,7 @@
 """A random walk over full and sliding pages and all that lies where they are, against sets of numbers."""
 
+import random
+
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
@@ -10,6 +12,13 @@ torch.set_num_threads(1)
 from kvdock.errors import SlotError  # noqa: E402
 
 PAGE, WINDOW, RING = 128, 128, 8
+FORMS = {"one tier": {}, "two tiers": {"hisparse": True, "hisparse_top_k": 48}}
+MILLION = 1_000_000
+LOOKS = 64
+"""Steps of the long walk between two looks at every slot; what a step itself claims is compared at each."""
+
+
+NUMBERS = st.integers(0, 2**16)
 
 
 class Request:
@@ -91,8 +100,8 @@ class Walk(RuleBasedStateMachine):
             assert slot == request.pages[page] * PAGE + (begin[0] + place) % PAGE
             assert swa[place] in (0, request.sliding[page] * PAGE + slot % PAGE)
 
-    def chosen(self, data):
-        return self.live and data.draw(st.sampled_from(sorted(self.live)))
+    def chosen(self, which):
+        return self.live and sorted(self.live)[which % len(self.live)]
 
     @rule(tokens=st.integers(1, 400))
     def admit(self, tokens):
@@ -102,9 +111,9 @@ class Walk(RuleBasedStateMachine):
             self.live[self.names] = Request()
             self.grow(self.names, tokens)
 
-    @rule(data=st.data(), tokens=st.integers(1, 300))
-    def extend(self, data, tokens):
-        name = self.chosen(data)
+    @rule(which=NUMBERS, tokens=st.integers(1, 300))
+    def extend(self, which, tokens):
+        name = self.chosen(which)
         if name and self.live[name].tokens + tokens <= 2048:
             self.grow(name, tokens)
 
@@ -128,20 +137,20 @@ class Walk(RuleBasedStateMachine):
                 self.note_page(request, int(slot), int(swa))
             request.tokens += 1
 
-    @rule(data=st.data())
-    def evict(self, data):
-        name = self.chosen(data)
+    @rule(which=NUMBERS, end=NUMBERS)
+    def evict(self, which, end):
+        name = self.chosen(which)
         if not name:
             return
         request = self.live[name]
-        end = max(request.evicted, data.draw(st.integers(0, max(0, request.tokens - WINDOW))))
+        end = max(request.evicted, end % (max(0, request.tokens - WINDOW) + 1))
         self.cache.evict([name], [end])
         self.give_window(request, request.evicted // PAGE, end // PAGE)
         request.evicted = end
 
-    @rule(data=st.data())
-    def release(self, data):
-        name = self.chosen(data)
+    @rule(which=NUMBERS)
+    def release(self, which):
+        name = self.chosen(which)
         if name:
             self.cache.release(name)
             request = self.live.pop(name)
@@ -150,10 +159,10 @@ class Walk(RuleBasedStateMachine):
             if self.tiers:
                 self.device |= self.kept.pop(name, set())
 
-    @rule(data=st.data(), slots=st.integers(1, 96))
-    def buffer(self, data, slots):
+    @rule(which=NUMBERS, slots=st.integers(1, 96))
+    def buffer(self, which, slots):
         """Take or grow a device buffer, where there are tiers."""
-        name = self.tiers and self.chosen(data)
+        name = self.tiers and self.chosen(which)
         if not name:
             return
         request, page = self.live[name], self.tiers.page_size
@@ -176,10 +185,10 @@ class Walk(RuleBasedStateMachine):
             request.buffer += more
             self.kept.setdefault(name, set()).update(taken)
 
-    @rule(data=st.data(), tokens=st.integers(1, 300))
-    def take_back(self, data, tokens):
+    @rule(which=NUMBERS, tokens=st.integers(1, 300))
+    def take_back(self, which, tokens):
         """Speculation: what was taken comes back as a whole."""
-        name = self.chosen(data)
+        name = self.chosen(which)
         if not name or self.live[name].tokens + tokens > 2048:
             return
         before, state = self.counts(), self.allocator.backup_state()
@@ -245,8 +254,52 @@ class Walk(RuleBasedStateMachine):
         assert set((states[states > 0] // RING).tolist()) == set(rings)
 
 
-@pytest.mark.parametrize("options", [{}, {"hisparse": True, "hisparse_top_k": 48}], ids=["one tier", "two tiers"])
+def steps_of(rng):
+    """Return a step of the walk and its arguments."""
+    tokens, which = rng.randint(1, 400), rng.randrange(2**16)
+    few = min(tokens, 300)
+    return rng.choice(
+        [
+            ("admit", (tokens,)),
+            ("extend", (which, few)),
+            ("decode", ()),
+            ("decode", ()),
+            ("evict", (which, rng.randrange(2**16))),
+            ("release", (which,)),
+            ("buffer", (which, rng.randint(1, 96))),
+            ("take_back", (which, few)),
+            ("fail_half_way", (rng.choice(["full", "swa", "device"]), few)),
+        ]
+    )
+
+
+def walked(cache, options):
+    found = cache(page_size=PAGE, budget_bytes=3 * 2**20, swa_full_tokens_ratio=0.6, **options)
+    assert 8 <= found.plan.spaces["full"] // PAGE <= 60
+    return found
+
+
+@pytest.mark.parametrize("options", FORMS.values(), ids=FORMS)
 def test_the_composite_does_what_sets_of_numbers_say(cache, effort, options):
-    Walk.cache = cache(page_size=PAGE, budget_bytes=3 * 2**20, swa_full_tokens_ratio=0.6, **options)
-    assert 8 <= Walk.cache.plan.spaces["full"] // PAGE <= 60
+    Walk.cache = walked(cache, options)
     run_state_machine_as_test(Walk, settings=effort)
+
+
+@pytest.mark.parametrize("options", FORMS.values(), ids=FORMS)
+def test_a_long_walk_never_comes_apart(cache, effort, options):
+    """A million steps with `make fuzz`, on one cache that is never cleared."""
+    seed = random.SystemRandom().randrange(2**32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    Walk.cache = walked(cache, options)
+    walk = Walk()
+    for step in range(MILLION if effort.max_examples > 100 else 1500):
+        name, arguments = steps_of(rng)
+        getattr(walk, name)(*arguments)
+        if step % LOOKS == 0:
+            walk.free_and_live_add_up()
+            walk.nothing_that_lies_beside_pages_is_shared()
+    for _ in tuple(walk.live):
+        walk.release(0)
+    walk.free_and_live_add_up()
+    assert walk.counts()[:2] == (walk.allocator.full.size, walk.allocator.swa.size)

@@ -78,7 +78,7 @@ def validate_plan(query: PlanQuery) -> tuple[str, ...] | None:
     """Object to what the form for these devices does not have."""
     if not _is_ours(query) or query.worker != TARGET:
         return None
-    found = []
+    found = [] if (page := rules.large_indexer_page(query)) is None else [page]
     if settings.is_online(query):
         found.append("online_compress=true is no form of states that kernels here read; leave online_compress out")
     if query.options.prefix_cache:
