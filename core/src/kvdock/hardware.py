@@ -18,6 +18,7 @@ from kvdock.pools.dsa import E4M3
 if TYPE_CHECKING:
     from kvdock.kernels.interface import Kernels
     from kvdock.options import CacheOptions
+    from kvdock.pools.base import Pool
     from kvdock.queries import PlanQuery, Query
 
 Settings = TypeVar("Settings", bound=msgspec.Struct)
@@ -124,6 +125,13 @@ def foreign_floats(query: PlanQuery, native: Collection[str]) -> str:
     """
     wrong = ((buffer, encoding) for buffer, encoding in floats_of_8_bits(query.buffers) if encoding not in native)
     return ", ".join(dict.fromkeys(_named_by(query, buffer, encoding) for buffer, encoding in wrong))
+
+
+def variant_advice(plugin: str, pools: Iterable[type[Pool]]) -> str:
+    """Return what to do where pools of a family do not fit a plugin's devices: install its form for them."""
+    packages = {pool.__module__.partition(".")[0] for pool in pools}
+    extras = sorted(name.removeprefix("kvdock_") for name in packages if name.startswith("kvdock_"))
+    return f"pip install 'kvdock-{plugin}[{','.join(extras)}]'" if extras else "give another device"
 
 
 def _named_by(query: PlanQuery, buffer: Buffer, encoding: str) -> str:

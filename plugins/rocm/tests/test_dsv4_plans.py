@@ -96,9 +96,12 @@ def test_every_device_of_the_catalogue_plans_it(device, dtype, planned):
     assert made.total_bytes <= 2**36 < made.total_bytes + PAGE * 6229 + 64
 
 
+CONVERTS = {"rocm": {"foreign_floats": True}}
+
+
 def test_short_names_of_8_bits_mean_the_devices_own(planned):
     def encoding(device, name):
-        found = planned(max_total_tokens=4096, device=device, index_dtype=name).outline.buffers
+        found = planned(max_total_tokens=4096, device=device, index_dtype=name, plugin_options=CONVERTS).outline.buffers
         return next(buffer.element for buffer in found if buffer.name == "index_k")
 
     assert [encoding("mi300x", name) for name in ("fp8", "float8_e4m3fn")] == ["float8_e4m3fnuz", "float8_e4m3fn"]
@@ -189,7 +192,7 @@ def test_a_value_is_decided_once_with_its_source(planned):
     sources = {name: (getattr(options.values, name), options.sources[name]) for name in ("page_size", "kv_cache_dtype")}
     assert sources == {"page_size": (256, "dsv4"), "kv_cache_dtype": ("bfloat16", "rocm.dsv4")}
     assert (options.values.prefix_cache, options.sources["prefix_cache"]) == (False, "rocm.dsv4")
-    given = planned(max_total_tokens=4096, index_dtype="float8_e4m3fn").options
+    given = planned(max_total_tokens=4096, index_dtype="float8_e4m3fn", plugin_options=CONVERTS).options
     assert (given.values.index_dtype, given.sources["index_dtype"]) == ("float8_e4m3fn", "user")
 
 
@@ -276,7 +279,6 @@ def test_two_sides_with_other_rings_or_forms_are_told_apart(planned, both_forms)
             {"plugin_options": {"dsv4": {"fp4_indexer": True}}},
             "index keys of 4 bits (fp4_indexer, index_dtype=fp4) are no form",
         ),
-        ({"index_dtype": "float8_e4m3fnuz", "device": "mi355x"}, "the encoding of gfx942, not of mi355x"),
         (ONLINE, "online_compress=true is no form of states that kernels on mi300x read"),
         ({"prefix_cache": True}, "prefix_cache=true lets requests begin with others' tokens"),
     ],
@@ -317,9 +319,16 @@ def test_a_draft_that_slides_by_token_is_refused(planned):
     assert {group.space for group in made.groups if group.worker != "target"} == {"full"}
 
 
-def test_without_the_variant_the_familys_form_is_served(planned):
-    made = planned(with_variant=False, max_total_tokens=4096, swa_full_tokens_ratio=0.5)
+def test_without_the_variant_the_familys_form_is_served_where_its_floats_are_read(planned):
+    made = planned(with_variant=False, device="mi355x", max_total_tokens=4096, swa_full_tokens_ratio=0.5)
     assert {group.pool_cls.plugin for group in made.groups} == {"dsv4"}
+
+
+def test_without_the_variant_rows_in_the_other_encoding_are_refused(planned):
+    with pytest.raises(
+        kvdock.UnsupportedCombination, match=r"gfx942 \(mi300x\) does not read; pip install 'kvdock-rocm\[dsv4\]'"
+    ):
+        planned(with_variant=False, max_total_tokens=4096, swa_full_tokens_ratio=0.5)
 
 
 def test_the_variant_is_found_by_its_name_and_waits_for_its_family(capsys):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from kvdock.demand import page_size_of
-from kvdock.hardware import unknown_backend
+from kvdock.hardware import unknown_backend, variant_advice
 from kvdock.layout import TARGET
 from kvdock.queries import PlanQuery, Query
 
@@ -139,9 +139,7 @@ def _foreign_layout(query: PlanQuery) -> str | None:
     listed = ", ".join(
         f"{pool.__name__} (kind {kind})" for kind, pool in sorted(wrong.items(), key=lambda item: item[0])
     )
-    packages = {pool.__module__.partition(".")[0] for pool in wrong.values()}
-    extras = sorted(name.removeprefix("kvdock_") for name in packages if name.startswith("kvdock_"))
-    advice = f"pip install 'kvdock-ascend[{','.join(extras)}]'" if extras else "give another device"
+    advice = variant_advice(settings.PLUGIN, wrong.values())
     return f"the layout of {listed} is for other devices, and no form for this one is loaded; {advice}"
 
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from kvdock import dtypes
-from kvdock.hardware import dtype_option, foreign_floats, torn_rows, unknown_backend
+from kvdock.hardware import dtype_option, floats_of_8_bits, foreign_floats, torn_rows, unknown_backend, variant_advice
 from kvdock.layout import TARGET
+from kvdock.pools.base import Pool
 from kvdock.queries import PlanQuery
 
 from kvdock_rocm import device, pools, settings
 
 INDEXER_PAGE_STEP = 16
 """The kernels that read index keys in pages take multiples of this; those that do not take single tokens."""
+
+OURS = ("kvdock.", "kvdock_rocm.")
+"""Modules whose pools keep rows in the encoding that an option names."""
 
 BACKENDS = frozenset(
     {
@@ -99,10 +103,25 @@ def _foreign_floats(query: PlanQuery) -> str | None:
     foreign = foreign_floats(query, native)
     if not foreign:
         return None
+    packed = _packed(query, native)
+    advice = f"give {native[0]}"
+    if packed:
+        advice = f"{variant_advice(settings.PLUGIN, packed)} for the form that it does, and leave kv_cache_dtype out"
     return (
-        f"{foreign}: an encoding of 8 bits that {_named(query)} does not read; give {native[0]}, or, if your kernels "
+        f"{foreign}: an encoding of 8 bits that {_named(query)} does not read; {advice}, or, if your kernels "
         "convert what they read, plugin_options={'rocm': {'foreign_floats': True}}"
     )
+
+
+def _packed(query: PlanQuery, native: Collection[str]) -> set[type[Pool]]:
+    """Return the pools whose rows have a foreign encoding from a family's layout, so that no name of a type changes it."""
+    return {
+        pool
+        for buffer, encoding in floats_of_8_bits(query.buffers)
+        if encoding not in native
+        and buffer.role != "index"
+        and not (pool := query.pools[buffer.owner]).__module__.startswith(OURS)
+    }
 
 
 def _reads(query: PlanQuery, value: str) -> bool:

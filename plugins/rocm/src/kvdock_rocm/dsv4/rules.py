@@ -32,7 +32,7 @@ def _rows_dtype(query: PlanQuery) -> str | None:
 
 
 def _index_dtype(query: PlanQuery) -> str | None:
-    """Object to index keys of other than 8 bits, and to the encoding of another chip."""
+    """Object to index keys of other than 8 bits."""
     asked = str(query.options.index_dtype or "auto").removeprefix("torch.")
     chosen = INDEX_NATIVE.get(asked, asked) if is_fnuz(query.device) else asked
     dtype = None if chosen == "auto" else dtypes.find(chosen, option="index_dtype")
@@ -40,10 +40,6 @@ def _index_dtype(query: PlanQuery) -> str | None:
         return (
             f"index keys of 4 bits (fp4_indexer, index_dtype=fp4) are no form that kernels on {query.device.name} read for "
             "DeepSeek V4; leave both out"
-        )
-    if dtype is not None and dtype.name.endswith("fnuz") and not is_fnuz(query.device):
-        return (
-            f"index_dtype={query.options.index_dtype}: the encoding of gfx942, not of {query.device.name}; leave it out"
         )
     return None
 

@@ -15,7 +15,7 @@ from kvdock.pools.base import Pool
 from kvdock.queries import AllocatorQuery, GroupQuery, OptionsQuery, PlanQuery, PoolQuery, StateQuery
 from kvdock_dsv4 import model, sizing
 
-from kvdock_rocm import device, formats
+from kvdock_rocm import device
 from kvdock_rocm.dsv4 import rules, spaces
 from kvdock_rocm.dsv4.allocators import RocmPagedAllocator, RocmSortedAllocator
 from kvdock_rocm.dsv4.pools import RocmIndexPool, RocmRowsPool, RocmStatePool
@@ -36,11 +36,10 @@ POOLS: Mapping[str, type[Pool]] = MappingProxyType(
 
 @hookimpl
 def get_option_defaults(query: OptionsQuery) -> Mapping[str, Any] | None:
-    """Give rows in bfloat16, index keys in the encoding of the device, and requests that share no pages."""
+    """Give rows in bfloat16, and requests that share no pages."""
     if not _is_ours(query.model, query.device):
         return None
-    own = {"index_dtype": formats.INDEX_NATIVE["auto"]} if formats.is_fnuz(query.device) else {}
-    return {"kv_cache_dtype": rules.KV_DTYPE, "prefix_cache": False, **own}
+    return {"kv_cache_dtype": rules.KV_DTYPE, "prefix_cache": False}
 
 
 @hookimpl
