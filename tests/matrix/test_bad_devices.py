@@ -113,6 +113,7 @@ def test_without_torch_no_live_device_is_planned_for(monkeypatch, command, devic
     assert "torch" in done.stderr
 
 
+@pytest.mark.filterwarnings("default::kvdock.plugins.loading.PluginWarning")
 @pytest.mark.parametrize("name", ["cuda", "rocm"])
 def test_hardware_that_is_asked_for_by_name_is_never_the_cpu(monkeypatch, name):
     # L-02

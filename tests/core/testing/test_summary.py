@@ -44,11 +44,11 @@ def test_suites_and_checks_are_counted_and_reasons_given(tmp_path, workers):
         pytest.importorskip("xdist")
     said = run(tmp_path, SUITES, *workers)
     assert "kvdock conformance" in said
-    assert "test_suites.py::TestGood (DeviceSuite): 17 passed, 1 unsupported\n" in said
+    assert "test_suites.py::TestGood (DeviceSuite): 18 passed, 1 unsupported\n" in said
     assert "  unsupported: test_names_are_nobody_elses: two distributions list the same device on purpose\n" in said
-    assert "test_suites.py::TestCpu (DeviceSuite): 9 passed, 1 failed, 8 skipped\n" in said
+    assert "test_suites.py::TestCpu (DeviceSuite): 9 passed, 1 failed, 9 skipped\n" in said
     assert "  skipped: test_sources_are_given: cpu lists no profiles\n" in said
-    assert "2 suites, 36 checks: 26 passed, 1 failed, 1 unsupported, 8 skipped\n" in said
+    assert "2 suites, 38 checks: 27 passed, 1 failed, 1 unsupported, 9 skipped\n" in said
 
 
 def test_a_quiet_run_has_totals_failures_and_reasons_alone(tmp_path):
@@ -57,8 +57,8 @@ def test_a_quiet_run_has_totals_failures_and_reasons_alone(tmp_path):
     assert lines[:3] == [
         "test_suites.py::TestGood (DeviceSuite): unsupported: test_names_are_nobody_elses: "
         "two distributions list the same device on purpose",
-        "test_suites.py::TestCpu (DeviceSuite): 9 passed, 1 failed, 8 skipped",
-        "2 suites, 36 checks: 26 passed, 1 failed, 1 unsupported, 8 skipped",
+        "test_suites.py::TestCpu (DeviceSuite): 9 passed, 1 failed, 9 skipped",
+        "2 suites, 38 checks: 27 passed, 1 failed, 1 unsupported, 9 skipped",
     ]
 
 
