@@ -8,6 +8,7 @@ speed. `--device cpu --kernels reference` runs the same measurements anywhere.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import statistics
 import sys
 import time
@@ -248,9 +249,11 @@ def main(arguments: list[str] | None = None) -> int:
     torch.manual_seed(1)
     bed = Bed(make_kernels(given.kernels), given.device, SMALL if given.small else FULL)
     tables = []
-    for title, found in measured(bed, given.only):
-        tables.append(timing.table(title, HEADER, found))
-        print(tables[-1], flush=True)
+    # Events are of the current device, whichever one kernels run on.
+    with contextlib.nullcontext() if given.device == "cpu" else torch.cuda.device(given.device):
+        for title, found in measured(bed, given.only):
+            tables.append(timing.table(title, HEADER, found))
+            print(tables[-1], flush=True)
     if not tables:
         print(f"no kernel has {given.only!r} in its name; groups are {', '.join(GROUPS)}", file=sys.stderr)
         return 2

@@ -26,7 +26,12 @@ if TYPE_CHECKING:
 
 
 class Kernels(abc.ABC):
-    """One device's kernel set; `kvdock.kernels.reference` is the torch form that defines the results."""
+    """One device's kernel set; `kvdock.kernels.reference` is the torch form that defines the results.
+
+    The slots that one call writes are different ones, but for slot 0, the padding, whose bytes nobody reads. Of another
+    slot that is named twice parts of either row may stay, since several programs write a row: no method looks for it,
+    allocators hand out no slot twice, and a caller names slot 0 for what is not to be kept. Sources may repeat.
+    """
 
     @abc.abstractmethod
     def store(self, view: torch.Tensor, loc: torch.Tensor, values: torch.Tensor) -> None:

@@ -21,7 +21,7 @@ class ReferenceKernels(Kernels):
     """Stores, gathers and page arithmetic as torch operations."""
 
     def store(self, view: torch.Tensor, loc: torch.Tensor, values: torch.Tensor) -> None:
-        """Write ``values[i]`` to slot ``loc[i]``; of a slot named twice, either value may stay."""
+        """Write ``values[i]`` to slot ``loc[i]``."""
         check_values(view, loc.shape[0], values)
         _store(view, loc, values)
 

@@ -36,9 +36,8 @@ _FLOAT_MAX, _FLOAT_TINY = tl.constexpr(torch.finfo(torch.float32).max), tl.const
 def _numbered(n, BLOCKS: tl.constexpr, HEADS: tl.constexpr, COUNT: tl.constexpr):
     """Row, head and place in the head of each block that a program treats, and which of them exist."""
     number = tl.program_id(0).to(tl.int64) * COUNT + tl.arange(0, COUNT)
-    inside = number < n * (HEADS * BLOCKS)
-    in_slot = number % (HEADS * BLOCKS)
-    return number // (HEADS * BLOCKS), in_slot // BLOCKS, in_slot % BLOCKS, in_slot, inside
+    row, in_slot = number // (HEADS * BLOCKS), number % (HEADS * BLOCKS)
+    return row, in_slot // BLOCKS, in_slot % BLOCKS, in_slot, row < n
 
 
 @triton.jit

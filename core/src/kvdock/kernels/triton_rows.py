@@ -26,11 +26,12 @@ def slot_offsets(loc, i, inside, page_stride, slot_stride, PAGE_SIZE: tl.constex
 
 
 @triton.jit
-def in_row(element, run, run_stride, FLAT: tl.constexpr):
-    """Offset of each word of a row from the row's start."""
+def in_row(element, run, run_stride, STEPS: tl.constexpr, FLAT: tl.constexpr):
+    """Offset of each word of a row from the row's start; runs and their distance are in units of `STEPS` words."""
     offset = element
     if not FLAT:
-        offset = element // run * run_stride + element % run
+        # A distance may be 32-bit: what is 64-bit comes first.
+        offset = element // (run * STEPS) * run_stride * STEPS + element % (run * STEPS)
     return offset
 
 
@@ -48,11 +49,11 @@ def _copy_tile(
     if source is None:
         row = tl.zeros([ROWS, WIDTH], target.dtype.element_ty)
     else:
-        s_at = slot_offsets(source_loc, i, i < n, s_page_stride * STEPS, s_slot_stride * STEPS, S_PAGE_SIZE)
-        s_in = in_row(element, s_run * STEPS, s_run_stride * STEPS, S_FLAT)
+        s_at = slot_offsets(source_loc, i, i < n, s_page_stride, s_slot_stride, S_PAGE_SIZE) * STEPS
+        s_in = in_row(element, s_run, s_run_stride, STEPS, S_FLAT)
         row = tl.load(source + (s_at[:, None] + s_in[None, :]), mask=mask, other=0)
-    t_at = slot_offsets(target_loc, i, i < n, t_page_stride * STEPS, t_slot_stride * STEPS, T_PAGE_SIZE)
-    t_in = in_row(element, t_run * STEPS, t_run_stride * STEPS, T_FLAT)
+    t_at = slot_offsets(target_loc, i, i < n, t_page_stride, t_slot_stride, T_PAGE_SIZE) * STEPS
+    t_in = in_row(element, t_run, t_run_stride, STEPS, T_FLAT)
     tl.store(target + (t_at[:, None] + t_in[None, :]), row, mask=mask)
 
 

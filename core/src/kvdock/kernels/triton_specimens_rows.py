@@ -82,7 +82,7 @@ def _tables() -> Iterator[Specimen]:
 
 
 def _table(name: str, given: dict[str, str], constants: dict[str, Any], shape: tuple[int, int]) -> Specimen:
-    signature = {"table": "*i64", **given, "n": "i32"}
+    signature = {"table": "*i64", **given, "n": "i32", "parts": "i32"}
     return Specimen(name, views_kernel, signature, {**constants, "ROWS": shape[0], "WIDTH": shape[1]})
 
 
@@ -94,6 +94,7 @@ def _formats() -> Iterator[tuple[str, Format, Rows]]:
         yield f"{name} latents", block_format, Rows(1, 576)
     for name in ELEMENTS:
         yield f"{name} index keys", Format(8, name, 128, "float32"), Rows(1, 128)
+    yield "rows with a short last block", Format(8, "float8_e4m3fn", 128, "float32"), Rows(1, 192)
     yield "4-bit index keys", Format(4, "float4_e2m1fn_x2", 32, "float8_e8m0fnu"), Rows(1, 128)
 
 

@@ -36,7 +36,7 @@ def _places(line, loc, places, i, inside, element, WORD: tl.constexpr, UNIT: tl.
     else:
         page, place = slot, tl.load(places + i, mask=inside, other=0).to(tl.int64)
     at = page * (tl.load(line + 1) * STEPS) + place * (tl.load(line + 2) * STEPS)
-    within = in_row(element, tl.load(line + 4) * STEPS, tl.load(line + 5) * STEPS, FLAT)
+    within = in_row(element, tl.load(line + 4), tl.load(line + 5), STEPS, FLAT)
     return base + (at[:, None] + within[None, :])
 
 
@@ -51,13 +51,14 @@ def _scratch_places(line, scratch, n, i, element, WORD: tl.constexpr, UNIT: tl.c
 
 @triton.jit
 def _copy_view(
-    line, target_loc, source_loc, source_places, scratch, n,
+    line, target_loc, source_loc, source_places, scratch, n, parts,
     WORD: tl.constexpr, UNIT: tl.constexpr, FLAT: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Copy one tile of one view."""
     STEPS: tl.constexpr = 2 if UNIT == 16 else 1
-    i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    element = tl.program_id(2).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
+    tile_number = tl.program_id(0).to(tl.int64)
+    i = tile_number // parts * ROWS + tl.arange(0, ROWS)
+    element = tile_number % parts * WIDTH + tl.arange(0, WIDTH)
     mask = (i < n)[:, None] & (element < tl.load(line + _UNITS) * STEPS)[None, :]
     if source_loc is not None:
         source = _places(line + 6, source_loc, source_places, i, i < n, element, WORD, UNIT, FLAT)
@@ -74,9 +75,9 @@ def _copy_view(
         tl.store(_scratch_places(line, scratch, n, i, element, WORD, UNIT), rows, mask=mask)
 
 
-@triton.jit(do_not_specialize=["n"])
+@triton.jit(do_not_specialize=["n", "parts"])
 def views_kernel(
-    table, target_loc, source_loc, source_places, scratch, n,
+    table, target_loc, source_loc, source_places, scratch, n, parts,
     UNITS: tl.constexpr, FLAT: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Copy the slots of each view of `table`: from its partner, from `scratch` or zeros; to itself or `scratch`."""
@@ -84,19 +85,19 @@ def views_kernel(
     unit = tl.load(line + _UNIT)
     if UNITS & 16:  # noqa: SIM102 - settled when compiling
         if unit == 16:
-            _copy_view(line, target_loc, source_loc, source_places, scratch, n, tl.int64, 16, FLAT, ROWS, WIDTH)
+            _copy_view(line, target_loc, source_loc, source_places, scratch, n, parts, tl.int64, 16, FLAT, ROWS, WIDTH)
     if UNITS & 8:  # noqa: SIM102 - settled when compiling
         if unit == 8:
-            _copy_view(line, target_loc, source_loc, source_places, scratch, n, tl.int64, 8, FLAT, ROWS, WIDTH)
+            _copy_view(line, target_loc, source_loc, source_places, scratch, n, parts, tl.int64, 8, FLAT, ROWS, WIDTH)
     if UNITS & 4:  # noqa: SIM102 - settled when compiling
         if unit == 4:
-            _copy_view(line, target_loc, source_loc, source_places, scratch, n, tl.int32, 4, FLAT, ROWS, WIDTH)
+            _copy_view(line, target_loc, source_loc, source_places, scratch, n, parts, tl.int32, 4, FLAT, ROWS, WIDTH)
     if UNITS & 2:  # noqa: SIM102 - settled when compiling
         if unit == 2:
-            _copy_view(line, target_loc, source_loc, source_places, scratch, n, tl.int16, 2, FLAT, ROWS, WIDTH)
+            _copy_view(line, target_loc, source_loc, source_places, scratch, n, parts, tl.int16, 2, FLAT, ROWS, WIDTH)
     if UNITS & 1:  # noqa: SIM102 - settled when compiling
         if unit == 1:
-            _copy_view(line, target_loc, source_loc, source_places, scratch, n, tl.int8, 1, FLAT, ROWS, WIDTH)
+            _copy_view(line, target_loc, source_loc, source_places, scratch, n, parts, tl.int8, 1, FLAT, ROWS, WIDTH)
 
 
 class Table(NamedTuple):
@@ -204,8 +205,10 @@ def launch_long_move(table: Table, tgt_loc: torch.Tensor, src_loc: torch.Tensor)
 
 def _launch(table: Table, n: int, shape: tuple[int, int], *arguments: torch.Tensor | None) -> None:
     height, width = shape
-    grid = ceil_div(n, height), table.lines.shape[0], ceil_div(table.words, width)
+    parts = ceil_div(table.words, width)
+    # Only the first of a grid's numbers may be above 65,535, and a move of long states has more parts of rows.
+    grid = ceil_div(n, height) * parts, table.lines.shape[0]
     launch(
-        views_kernel, grid, table.lines, table.lines, *arguments, n,
+        views_kernel, grid, table.lines, table.lines, *arguments, n, parts,
         UNITS=table.units, FLAT=table.is_flat, ROWS=height, WIDTH=width,
     )  # fmt: skip

@@ -5,7 +5,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-FILES = ("interpreted_rows.py", "interpreted_blocks.py")
+FILES = ("interpreted_rows.py", "interpreted_blocks.py", "interpreted_far.py")
 
 
 def test_rows_and_blocks_hold_in_the_interpreter(passed_alone):
