@@ -1,9 +1,9 @@
 """An error at any inner call: copies of pages, writes to tables and lists, and the events of forward passes."""
 
-import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
+np = pytest.importorskip("numpy")
 
 from kvdock.allocators.ring import PageRing  # noqa: E402
 from kvdock.kernels.reference import ReferenceKernels  # noqa: E402
