@@ -183,26 +183,21 @@ def _is_unified(query: PlanQuery) -> bool:
 
 
 def _unified_spaces(query: PlanQuery) -> str | None:
-    tokens = {FULL, SWA} & query.spaces.keys()
-    is_hybrid = (STATE in query.spaces and bool(tokens)) or (len(tokens) > 1 and _has_full_layers(query))
+    tokens, slides = {FULL, SWA} & query.spaces.keys(), _slides(query)
+    # A draft may be all that keeps every token beside layers that slide.
+    is_hybrid = (STATE in query.spaces and bool(tokens)) or (len(tokens) > 1 and not all(slides))
     if not _is_unified(query) or is_hybrid:
         return None
     what = f"unified_memory=true has nothing to share out: {query.model.name}"
-    if query.options.hybrid_swa == "off" and _has_sliding_layers(query):
+    if query.options.hybrid_swa == "off" and any(slides) and not all(slides):
         return f"{what} has sliding layers, and hybrid_swa=off keeps them as full ones; give hybrid_swa=auto, or unified_memory=false"
     return f"{what} has neither states nor sliding layers beside full ones; leave unified_memory out"
 
 
-def _has_sliding_layers(query: PlanQuery) -> bool:
-    """Return whether a layer of the target forgets tokens within the context, beside one that does not."""
+def _slides(query: PlanQuery) -> list[bool]:
+    """Return for each layer of the target that keeps something whether it forgets tokens within the context."""
     windows = [layer.window_tokens for layer in query.model.layers if layer.kind != "none"]
-    return _has_full_layers(query) and any(w is not None and w + 1 < query.context_length for w in windows)
-
-
-def _has_full_layers(query: PlanQuery) -> bool:
-    """Return whether a layer of the target keeps every token: beside one that slides, a draft may be all that does."""
-    windows = [layer.window_tokens for layer in query.model.layers if layer.kind != "none"]
-    return any(window is None or window + 1 >= query.context_length for window in windows)
+    return [window is not None and window + 1 < query.context_length for window in windows]
 
 
 def _unified_latents(query: PlanQuery) -> str | None:

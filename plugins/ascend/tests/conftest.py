@@ -116,49 +116,21 @@ def npu_pool(fake_npu):
     return make
 
 
-DSV4 = {
-    "architectures": ["DeepseekV4ForCausalLM"],
-    "model_type": "deepseek_v4",
-    "num_hidden_layers": 4,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 1,
-    "head_dim": 80,
-    "qk_rope_head_dim": 16,
-    "sliding_window": 128,
-    "index_head_dim": 128,
-    "max_position_embeddings": 2048,
-    "num_nextn_predict_layers": 1,
-    "torch_dtype": "bfloat16",
-    "compress_ratios": [0, 4, 128, 4],
-}
-
-
 @pytest.fixture
-def dsv4_registry():
+def dsv4_registry(registries):
     """Return a function that gives the core, this plugin, DeepSeek V4 and, unless told otherwise, their variant."""
-    family = pytest.importorskip("kvdock_dsv4.hooks")
-    variant = importlib.import_module("kvdock_ascend.variants.dsv4")
-
-    def make(with_variant=True):
-        found = core_only()
-        found.add(hooks, name="ascend", tier="hardware")
-        found.add(family, name="dsv4", tier="family")
-        if with_variant:
-            found.add(variant, name="ascend.dsv4", tier="variant")
-        return found
-
-    return make
+    return registries("ascend")
 
 
 @pytest.fixture
-def planned(dsv4_registry):
+def planned(dsv4_registry, small):
     """Return a function that plans a small DeepSeek V4, or another config; storages are not rounded up."""
     card = msgspec.structs.replace(hooks.device_catalogue()["910c"], granularity_bytes=1)
 
     def make(config=None, budget=2**27, with_variant=True, **options):
         options = {"max_running_requests": 4, "swa_full_tokens_ratio": 0.5, **options}
         found = dsv4_registry(with_variant)
-        return kvdock.plan(config or DSV4, device=card, options=options, budget_bytes=budget, registry=found)
+        return kvdock.plan(config or small, device=card, options=options, budget_bytes=budget, registry=found)
 
     return make
 

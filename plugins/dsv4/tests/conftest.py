@@ -23,25 +23,11 @@ FLASH = {
     "torch_dtype": "bfloat16",
     "compress_ratios": [0, 0, *[4, 128] * 20, 4],
 }
-SMALL = {
-    **FLASH,
-    "num_hidden_layers": 4,
-    "head_dim": 80,
-    "qk_rope_head_dim": 16,
-    "max_position_embeddings": 2048,
-    "compress_ratios": [0, 4, 128, 4],
-}
-"""One row is 64 + 2 · 16 bytes of columns and 8 of scales."""
 
 
 @pytest.fixture
 def flash():
     return dict(FLASH)
-
-
-@pytest.fixture
-def small():
-    return dict(SMALL)
 
 
 @pytest.fixture
@@ -73,11 +59,11 @@ def plan(registry):
 
 
 @pytest.fixture
-def cache(plan):
+def cache(plan, small):
     """Build a cache of the small model with debug; at most 4 requests unless it is told."""
 
     def built(config=None, budget_bytes=2**23, **options):
         options = {"max_running_requests": 4, "swa_full_tokens_ratio": 0.5, **options}
-        return build(plan(config or SMALL, budget_bytes, **options), device="cpu", debug=True)
+        return build(plan(config or small, budget_bytes, **options), device="cpu", debug=True)
 
     return built

@@ -1,7 +1,5 @@
 """A registry of the core and this plugin, and plans for its profiles."""
 
-import importlib
-
 import hypothesis
 import kvdock
 import msgspec
@@ -50,55 +48,20 @@ def objections(plan):
     return make
 
 
-DSV4 = {
-    "architectures": ["DeepseekV4ForCausalLM"],
-    "model_type": "deepseek_v4",
-    "num_hidden_layers": 4,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 1,
-    "head_dim": 80,
-    "qk_rope_head_dim": 16,
-    "sliding_window": 128,
-    "index_head_dim": 128,
-    "max_position_embeddings": 2048,
-    "num_nextn_predict_layers": 1,
-    "torch_dtype": "bfloat16",
-    "compress_ratios": [0, 4, 128, 4],
-}
-"""A row is 80 columns, 160 bytes."""
-
-
 @pytest.fixture
-def small():
-    """Return the config of a small DeepSeek V4: a layer without compressed rows, two of ratio 4, one of 128."""
-    return dict(DSV4)
-
-
-@pytest.fixture
-def dsv4_registry():
+def dsv4_registry(registries):
     """Return a function that gives the core, this plugin, DeepSeek V4 and, unless told otherwise, their variant."""
-    family = pytest.importorskip("kvdock_dsv4.hooks")
-    variant = importlib.import_module("kvdock_rocm.variants.dsv4")
-
-    def make(with_variant=True):
-        found = core_only()
-        found.add(hooks, name="rocm", tier="hardware")
-        found.add(family, name="dsv4", tier="family")
-        if with_variant:
-            found.add(variant, name="rocm.dsv4", tier="variant")
-        return found
-
-    return make
+    return registries("rocm")
 
 
 @pytest.fixture
-def planned(dsv4_registry):
+def planned(dsv4_registry, small):
     """Return a function that plans a small DeepSeek V4, or another config; storages are not rounded up."""
 
     def make(config=None, budget=2**26, device="mi300x", with_variant=True, parallel=None, **options):
         card = msgspec.structs.replace(hooks.device_catalogue()[device], granularity_bytes=1)
         return kvdock.plan(
-            config or DSV4,
+            config or small,
             device=card,
             options={"max_running_requests": 4, **options},
             parallel=parallel,

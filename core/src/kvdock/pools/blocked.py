@@ -98,12 +98,11 @@ class BlockPool(GroupedPool):
         """
         if not self._globals:
             super().set_global_scales(layer_id, k, v)
-        if layer_id not in self._globals:
-            raise self.refuse_write(layer_id)
+        factors = self.owned_for_write(self._globals, layer_id)
         for name, factor in (("k", k), ("v", v)):
             if isinstance(factor, int | float) and not 0 < factor < float("inf"):
                 raise SlotError(f"layer {layer_id}: global scale {name}={factor} is not positive and finite")
-        self._globals[layer_id][0], self._globals[layer_id][1] = k, v
+        factors[0], factors[1] = k, v
 
     def load_workspace(self, layer_id: int, loc: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
         """Dequantise the slots `loc` of a layer (default: all) into the workspace, each at its own slot.

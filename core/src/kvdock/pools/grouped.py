@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
 
@@ -19,6 +19,8 @@ from kvdock.queries import PoolQuery
 
 if TYPE_CHECKING:
     import torch
+
+View = TypeVar("View")
 
 
 @runtime_checkable
@@ -274,6 +276,17 @@ class GroupedPool(Pool):
             stride_nbytes=items.stride(0) * buffer.widen * items.element_size(),
             space=buffer.space,
         )
+
+    def owned_for_write(self, views: Mapping[int, View], layer_id: int) -> View:
+        """Return the entry of a layer in `views`, which are by the layers that own buffers.
+
+        Raises:
+            SlotError: the layer owns none here.
+        """
+        view = views.get(layer_id)
+        if view is None:
+            raise self.refuse_write(layer_id)
+        return view
 
     def refuse_write(self, layer_id: int) -> SlotError:
         """Return the error for a write to a layer that owns no buffer here."""

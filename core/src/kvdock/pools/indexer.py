@@ -83,9 +83,7 @@ class IndexerPool(GroupedPool):
             SlotError: the layer owns no indexer here, the shapes do not fit, or values are missing or not
                 wanted; nothing is written.
         """
-        keys = self._k.get(layer_id)
-        if keys is None:
-            raise self.refuse_write(layer_id)
+        keys = self.owned_for_write(self._k, layer_id)
         if self.has_values != (v is not None):
             wanted = "keys and values" if self.has_values else "keys alone"
             raise SlotError(f"the indexer of layer {layer_id} keeps {wanted}; nothing was written")

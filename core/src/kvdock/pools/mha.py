@@ -68,9 +68,7 @@ class MHAPool(GroupedPool):
         Raises:
             SlotError: the layer owns no buffer here, or the shapes do not fit; nothing is written.
         """
-        keys = self._k.get(layer_id)
-        if keys is None:
-            raise self.refuse_write(layer_id)
+        keys = self.owned_for_write(self._k, layer_id)
         values = self._v[layer_id]
         self.check_write(layer_id, values, loc, v)
         self.check_write(layer_id, keys, loc, k)

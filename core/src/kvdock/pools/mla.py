@@ -107,10 +107,7 @@ class MLAPool(GroupedPool):
         return rows[..., : self.kv_lora_rank], rows[..., self.kv_lora_rank :]
 
     def _owned(self, layer_id: int) -> torch.Tensor:
-        view = self._kv.get(layer_id)
-        if view is None:
-            raise self.refuse_write(layer_id)
-        return view
+        return self.owned_for_write(self._kv, layer_id)
 
 
 def common_latent(query: PoolQuery) -> tuple[int, int]:

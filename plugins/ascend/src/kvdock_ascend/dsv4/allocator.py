@@ -14,6 +14,7 @@ from kvdock.errors import SlotError
 from kvdock.layout import FULL, SWA, Buffer
 from kvdock.planned import Parts
 from kvdock.queries import AllocatorQuery
+from kvdock_dsv4.begun import Begun
 from kvdock_dsv4.geometry import C4, C4_STATE, C128, C128_STATE, RATIO_OF
 
 from kvdock_ascend.device import DEVICE_TYPE
@@ -75,7 +76,7 @@ class DSV4NpuAllocator(SWAAllocator):
         self._beside = Beside(parts.tensors.rows("beside"), columns_of(query), self.page_size)
         self._others = {name: parts.allocators[name] for name in self._beside.columns}
         self._tiers |= self._others
-        self._begun: dict[Hashable, int] = {}
+        self._begun = Begun("pages of compressed rows and of states belong to one request")
         self._queued: set[int] = set()
         if isinstance(parts.request_pool, TakesPlaces):
             parts.request_pool.take_places_from(self)
@@ -193,7 +194,7 @@ class DSV4NpuAllocator(SWAAllocator):
 
     def release(self, request: Hashable) -> None:
         """Forget that a request has begun; its pages go back with its row."""
-        self._begun.pop(request, None)
+        self._begun.forget(request)
 
     def shortfall(self, pages: int, swa_pages: int | None = None) -> tuple[Shortfall, ...]:
         """Say which space lacks how many slots for `pages` pages of one request that begins."""
@@ -219,8 +220,7 @@ class DSV4NpuAllocator(SWAAllocator):
         super().restore_state(state.both if isinstance(state, NpuState) else None)
         for name, part in self._others.items():
             part.restore_state(state.others[name])
-        now = self._journal.position
-        self._begun = {owner: position for owner, position in self._begun.items() if position < now}
+        self._begun.back_to(self._journal.position)
 
     def check(self, held: torch.Tensor | None = None) -> None:
         """Verify every space, and that what is live beside full pages is what live ones own."""
@@ -248,7 +248,8 @@ class DSV4NpuAllocator(SWAAllocator):
         are_pages: bool = False,
     ) -> torch.Tensor | None:
         """Return what `take` gets of full and sliding slots, with pages of all other spaces; all of them or nothing."""
-        self._verify_begun(growth, owners)
+        if owners is not None and len(owners) == len(growth.seq):
+            self._begun.verify(growth.prefix.tolist(), owners)
         if not growth.page_count:
             return take()
         needs = self._beside.needs(growth)
@@ -264,7 +265,7 @@ class DSV4NpuAllocator(SWAAllocator):
         except BaseException:
             self.restore_state(before)
             raise
-        self._note_begun(growth, owners, before.both.mark.position)
+        self._begun.note(growth.prefix.tolist(), owners, before.both.mark.position)
         return found
 
     def _take_others(
@@ -290,21 +291,6 @@ class DSV4NpuAllocator(SWAAllocator):
         """Return the growth of one request from nothing to `count` pages."""
         tokens = max(0, count) * self.page_size
         return lengths.extend_growth(([0], [tokens]), tokens, self.page_size)
-
-    def _verify_begun(self, growth: lengths.Growth, owners: Sequence[Any] | None) -> None:
-        if owners is None or len(owners) != len(growth.seq):
-            return
-        for owner, prefix in zip(owners, growth.prefix.tolist(), strict=True):
-            if prefix and owner is not None and owner not in self._begun:
-                raise SlotError(
-                    f"request {owner!r} cannot go on behind {prefix} tokens that are another's: pages of compressed rows "
-                    "and of states belong to one request; begin at its first token (prefix_cache=false)"
-                )
-
-    def _note_begun(self, growth: lengths.Growth, owners: Sequence[Any] | None, position: int) -> None:
-        for owner, prefix in zip(owners or (), growth.prefix.tolist(), strict=False):
-            if owner is not None and not prefix:
-                self._begun[owner] = position
 
     def _forget(self) -> None:
         super()._forget()

@@ -73,9 +73,7 @@ class NpuRowsPool(PlainPool):
         Raises:
             SlotError: the layer owns no buffer here, or the shapes do not fit; nothing is written.
         """
-        rows = self._rows.get(layer_id)
-        if rows is None:
-            raise self.refuse_write(layer_id)
+        rows = self.owned_for_write(self._rows, layer_id)
         self.check_write(layer_id, rows, loc, k)
         self.parts.kernels.store(rows, self.row_slots(loc), self.codec.encode(k))
 
@@ -124,9 +122,7 @@ class NpuIndexPool(PlainPool):
         Raises:
             SlotError: as `set_index_k`, or other types; nothing is written.
         """
-        keys = self._keys.get(layer_id)
-        if keys is None:
-            raise self.refuse_write(layer_id)
+        keys = self.owned_for_write(self._keys, layer_id)
         scales = self._scales[layer_id]
         self.check_rows(layer_id, (1,), loc, index_k_scale)
         self.check_rows(layer_id, (self.index_head_dim,), loc, index_k)

@@ -117,9 +117,7 @@ class NpuMLAPool(StackedPool):
         Raises:
             SlotError: the layer owns no buffer here, or the shapes do not fit; nothing is written.
         """
-        latents = self._latents.get(layer_id)
-        if latents is None:
-            raise self.refuse_write(layer_id)
+        latents = self.owned_for_write(self._latents, layer_id)
         ropes, lora = self._ropes[layer_id], self.kv_lora_rank
         latent, rope = (k[..., :lora], k[..., lora:]) if v is None else (k, v)
         self.check_write(layer_id, ropes, loc, rope)
@@ -171,9 +169,7 @@ class NpuDSAPool(NpuMLAPool):
         Raises:
             SlotError: the layer owns no buffer here, or the shapes do not fit; nothing is written.
         """
-        view = self._index.get(layer_id)
-        if view is None:
-            raise self.refuse_write(layer_id)
+        view = self.owned_for_write(self._index, layer_id)
         self.check_rows(layer_id, (self.index_head_dim,), loc, index_k)
         self.parts.kernels.store(view, loc, self.codec.encode(index_k).unsqueeze(1))
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvdock.allocators import PagedAllocator, SortedAllocator
 from kvdock.allocators.lengths import on_host
-from kvdock.errors import SlotError
 from kvdock.planned import Parts
 from kvdock.queries import AllocatorQuery
+from kvdock_dsv4.begun import Begun
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +33,7 @@ class RocmPagedAllocator(PagedAllocator):
 
     def __init__(self, query: AllocatorQuery, parts: Parts) -> None:
         super().__init__(query, parts)
-        self._begun: dict[Hashable, int] = {}
+        self._begun = Begun("their sliding rows and states are in the rings of that request's row")
         self._count = 0
 
     def alloc_extend(
@@ -52,7 +52,7 @@ class RocmPagedAllocator(PagedAllocator):
             SlotError: a request goes on that did not begin here, and what the allocator itself refuses. Nothing is taken.
         """
         prefix = on_host(prefix_lens_cpu, "prefix_lens_cpu").tolist() if owners is not None else []
-        self._verify_begun(prefix, owners)
+        self._begun.verify(prefix, owners)
         found = super().alloc_extend(
             prefix_lens, prefix_lens_cpu, seq_lens, seq_lens_cpu, last_loc, extend_num_tokens, owners
         )
@@ -65,7 +65,7 @@ class RocmPagedAllocator(PagedAllocator):
     ) -> torch.Tensor | None:
         """Return one slot a request; raises as `alloc_extend`."""
         prefix = (on_host(seq_lens_cpu, "seq_lens_cpu") - 1).tolist() if owners is not None else []
-        self._verify_begun(prefix, owners)
+        self._begun.verify(prefix, owners)
         found = super().alloc_decode(seq_lens, seq_lens_cpu, last_loc, owners)
         if found is not None:
             self._note_begun(prefix, owners)
@@ -73,7 +73,7 @@ class RocmPagedAllocator(PagedAllocator):
 
     def release(self, request: Hashable) -> None:
         """Forget that a request has begun; its pages go back with its row."""
-        self._begun.pop(request, None)
+        self._begun.forget(request)
 
     def backup_state(self) -> BegunState:
         """Return a token of the present allocations."""
@@ -85,26 +85,16 @@ class RocmPagedAllocator(PagedAllocator):
             super().restore_state(state)
             return
         super().restore_state(state.pages)
-        self._begun = {owner: place for owner, place in self._begun.items() if place < state.begun}
+        self._begun.back_to(state.begun)
 
     def clear(self) -> None:
         """Make every page free again."""
         super().clear()
         self._begun.clear()
 
-    def _verify_begun(self, prefix: Sequence[int], owners: Sequence[Any] | None) -> None:
-        for owner, tokens in zip(owners or (), prefix, strict=False):  # the allocator refuses other lengths
-            if tokens and owner is not None and owner not in self._begun:
-                raise SlotError(
-                    f"request {owner!r} cannot go on behind {tokens} tokens that are another's: their sliding rows and "
-                    "states are in the rings of that request's row; begin at its first token (prefix_cache=false)"
-                )
-
     def _note_begun(self, prefix: Sequence[int], owners: Sequence[Any] | None) -> None:
-        for owner, tokens in zip(owners or (), prefix, strict=False):
-            if owner is not None and not tokens:
-                self._begun[owner] = self._count
-                self._count += 1
+        self._begun.note(prefix, owners, self._count)
+        self._count += 1
 
 
 class RocmSortedAllocator(RocmPagedAllocator, SortedAllocator):

@@ -127,7 +127,7 @@ class RocmRowsPool(PlacedPool):
         Raises:
             SlotError: the layer owns no buffer here, or the shapes do not fit; nothing is written.
         """
-        rows = self._owned(layer_id)
+        rows = self.owned_for_write(self._rows, layer_id)
         self.check_write(layer_id, rows, loc, k)
         self.parts.kernels.store(rows, self.row_slots(loc), self.codec.encode(k))
 
@@ -139,7 +139,7 @@ class RocmRowsPool(PlacedPool):
         Raises:
             SlotError: the layer owns no buffer here, or the shapes do not fit; nothing is written.
         """
-        rows, encode = self._owned(layer_id), self.codec.encode
+        rows, encode = self.owned_for_write(self._rows, layer_id), self.codec.encode
         self.check_write(layer_id, rows[..., self.nope_dim :], loc, cache_k_rope)
         self.check_write(layer_id, rows[..., : self.nope_dim], loc, cache_k_nope)
         self.parts.kernels.store_mla(rows, self.row_slots(loc), encode(cache_k_nope), encode(cache_k_rope))
@@ -194,12 +194,6 @@ class RocmRowsPool(PlacedPool):
         from kvdock_rocm.dsv4 import trace
 
         return trace.rows_kind(self)
-
-    def _owned(self, layer_id: int) -> torch.Tensor:
-        rows = self._rows.get(layer_id)
-        if rows is None:
-            raise self.refuse_write(layer_id)
-        return rows
 
     def _described(self, layer_id: int, items: torch.Tensor, role: str, space: str) -> BufferInfo:
         item_nbytes = items[0].numel() * items.element_size()

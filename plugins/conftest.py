@@ -1,0 +1,68 @@
+"""What the tests of several plugins share: a small DeepSeek V4, registries of its forms, and how long random tests run."""
+
+import importlib
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis.errors import InvalidArgument
+from kvdock.startup import core_only
+
+COMMON = {"deadline": None, "print_blob": True, "suppress_health_check": list(HealthCheck)}
+SHORT = settings(max_examples=15, stateful_step_count=25, **COMMON)
+
+try:
+    settings.get_profile("fuzz")
+except InvalidArgument:  # the workspace's own is as long
+    settings.register_profile("fuzz", settings(max_examples=300, stateful_step_count=100, **COMMON))
+
+
+@pytest.fixture(scope="session")
+def effort():
+    """Return how long random tests run: short, unless ``--hypothesis-profile fuzz`` asks for more."""
+    long = settings.get_profile("fuzz")
+    return long if settings.default == long else SHORT
+
+
+@pytest.fixture
+def small():
+    """Return the config of a small DeepSeek V4: a layer without compressed rows, two of ratio 4, one of 128.
+
+    A row is 80 columns: 160 bytes in bfloat16, or packed 64 + 2 · 16 bytes and 8 of scales.
+    """
+    return {
+        "architectures": ["DeepseekV4ForCausalLM"],
+        "model_type": "deepseek_v4",
+        "num_hidden_layers": 4,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 1,
+        "head_dim": 80,
+        "qk_rope_head_dim": 16,
+        "sliding_window": 128,
+        "index_head_dim": 128,
+        "max_position_embeddings": 2048,
+        "num_nextn_predict_layers": 1,
+        "torch_dtype": "bfloat16",
+        "compress_ratios": [0, 4, 128, 4],
+    }
+
+
+@pytest.fixture
+def registries():
+    """Return a function that gives what makes registries of a hardware: with DeepSeek V4 and, unless told otherwise, both's variant."""
+    family = pytest.importorskip("kvdock_dsv4.hooks")
+
+    def of(name):
+        hooks = importlib.import_module(f"kvdock_{name}.hooks")
+        variant = importlib.import_module(f"kvdock_{name}.variants.dsv4")
+
+        def make(with_variant=True):
+            found = core_only()
+            found.add(hooks, name=name, tier="hardware")
+            found.add(family, name="dsv4", tier="family")
+            if with_variant:
+                found.add(variant, name=f"{name}.dsv4", tier="variant")
+            return found
+
+        return make
+
+    return of
