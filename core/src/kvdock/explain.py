@@ -183,16 +183,16 @@ def _buffers(plan: CachePlan) -> Iterator[str]:
         ranks = whole.get((buffer.owner, buffer.name))
         memory += f", the tokens of {ranks} ranks" if ranks else ""
         held = f"{buffer.nbytes:,} bytes{memory}"
-        if buffer.space in shared and buffer.storage and not buffer.nbytes:
+        if buffer.space in shared and buffer.storage:
             held = f"inside the shared buffer, of which a page of {buffer.space} takes {shared[buffer.space]:,} bytes"
         yield f"{buffer.owner}: {buffer.name} ({buffer.role}): {tensors}{list(buffer.shape)} {buffer.dtype}, {held}"
     yield f"total on the device: {plan.total_bytes:,} bytes"
 
 
 def shared_pages(plan: CachePlan) -> dict[str, int]:
-    """Return the bytes of a page of each space that takes its KV from one shared byte buffer; empty without one."""
+    """Return the bytes of a page of each space whose KV lies in the byte buffer that the last space is charged with."""
     line = plan.outline.line(plan.spaces)
-    return {} if line is None else {stretch.space: stretch.page_nbytes for stretch in line.stretches}
+    return {} if line is None else {stretch.space: stretch.page_nbytes for stretch in line.stretches[:-1]}
 
 
 def _costs(plan: CachePlan) -> Iterator[str]:
@@ -200,7 +200,7 @@ def _costs(plan: CachePlan) -> Iterator[str]:
     shared = shared_pages(plan)
     for name, cost in plan.costs.per_slot.items():
         kv = f"{cost.kv:,} bytes of KV"
-        if name in shared and not cost.kv:
+        if name in shared:
             kv = f"{shared[name] // plan.outline.spaces[name].page_size:,} bytes of KV, of the shared buffer"
         yield f"per slot of {name}: {kv} + {cost.bookkeeping:,} of bookkeeping"
     yield f"per token: {plan.bytes_per_token.kv:,} bytes of KV + {plan.bytes_per_token.bookkeeping:,} of bookkeeping"

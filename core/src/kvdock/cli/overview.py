@@ -71,7 +71,7 @@ def _spaces(plan: CachePlan) -> Table:
         space = plan.outline.spaces[name]
         window = "" if space.window_tokens is None else f"{space.window_tokens:,}"
         kv, rest = kv_and_rest(b for b in plan.buffers if b.space == name)
-        held = f"shared, {size(shared[name])} a page" if name in shared and not kv else size(kv)
+        held = f"shared, {size(shared[name])} a page" if name in shared else size(kv)
         rows.append((name, f"{slots:,}", str(space.page_size), window, held, size(rest)))
     kv, rest = kv_and_rest(b for b in plan.buffers if b.space is None)
     if kv or rest:
@@ -90,7 +90,7 @@ def _groups(plan: CachePlan) -> Table:
             group.space,
             group.pool_cls.name,
             group.pool_cls.plugin,
-            "shared" if group.space in shared and not any(b.nbytes for b in group.buffers) else _bytes(group),
+            "shared" if group.space in shared else _bytes(group),
         )
         for group in plan.groups
     ]
