@@ -88,6 +88,26 @@ def test_slots_are_cleared_copied_and_saved_whole(plan, npu_pool):
     assert fake.calls["npu_scatter_nd_update_"] == 8
 
 
+@pytest.mark.parametrize("more", [{}, {"speculative_topk": 2, "speculative_num_steps": 2}], ids=["chain", "tree"])
+def test_requests_with_drafts_run_through_it_and_read_what_they_wrote(more, plan):
+    from kvdock.testing.driver import drive
+    from kvdock.testing.trace import Arrival
+
+    cache, _ = states(plan, **SPECULATING, **more)
+    arrivals = [Arrival(timestamp_ms=float(i), input_length=90 + 50 * i, output_length=60) for i in range(4)]
+    report = drive(cache, arrivals, seed=1, speculating=0.5)
+    assert (report.finished, report.problems) == (4, ())
+    assert report.committed > 0
+
+
+def test_what_the_next_token_needs_has_no_room_for_drafts(plan):
+    _, pool = states(plan, **SPECULATING)
+    needed, whole = pool.needed_state(1), pool.get_state(1)
+    assert (whole.conv[0].shape[1:], needed.conv[0].shape[1:]) == ((6, 64), (3, 64))
+    assert needed.conv[0].data_ptr() == whole.conv[0].data_ptr()
+    assert needed.temporal is whole.temporal
+
+
 def test_trees_of_drafts_keep_a_window_each(plan):
     cache, _ = states(plan, **SPECULATING, speculative_topk=2, speculative_num_steps=2)
     assert shapes(cache)["conv_windows"] == (3, 4, 3, 64)

@@ -182,6 +182,10 @@ class StatePool(GroupedPool):
         owner = self.owner_for_read(layer_id)
         return State(conv=tuple(self._conv[owner]), temporal=self._temporal.get(owner))
 
+    def needed_state(self, layer_id: int) -> State:
+        """Return of `get_state` what the next token needs, as views: without room that a device keeps behind it."""
+        return self.get_state(layer_id)
+
     def conv_states(self, layer_id: int, place: int = 0) -> torch.Tensor:
         """Return the inputs that one of a layer's convolutions still needs, by slot.
 
@@ -287,7 +291,7 @@ class StatePool(GroupedPool):
     ) -> None:
         """Write what the request rows `rows` hold after their draft token `step`, counted from 0.
 
-        `conv_window` is ``[n, …]``, shaped as a conv state; one for each convolution where there are several.
+        `conv_window` is ``[n, …]``, shaped as in `needed_state`; one for each convolution where there are several.
         Along a chain a window must continue the step before: they share all inputs but one.
 
         Raises:

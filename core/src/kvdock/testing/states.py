@@ -281,7 +281,7 @@ class States:
         return next((slot for slot in self._tracks(request) if slot != active), active)
 
     def _cells_of(self, pool: StatePool, layer_id: int) -> Iterator[Cell]:
-        conv, temporal = pool.get_state(layer_id)
+        conv, temporal = pool.needed_state(layer_id)
         views = [(CONV, view, False) for view in conv] + ([] if temporal is None else [(TEMPORAL, temporal, False)])
         if pool.cursor is not None:
             ring = pool.replay_ring(layer_id)

@@ -90,12 +90,12 @@ class DSV4NpuAllocator(SWAAllocator):
         """Return `need_size` slots of a request that begins; ``None`` if any space is short."""
         count = lengths.whole_pages(need_size, self.page_size, self._journal.name)
         take = super().alloc
-        return self._with_others(self._first_pages(count), None, None, lambda: take(need_size, owner))
+        return self._with_others(self._first_pages(count), None, [owner], lambda: take(need_size, owner))
 
     def alloc_pages(self, count: int, owners: Sequence[Any] | None = None) -> torch.Tensor | None:
-        """Return `count` pages of a request that begins; ``None`` if any space is short."""
+        """Return `count` pages of a request that begins, the first of `owners`; ``None`` if any space is short."""
         take, growth = super().alloc_pages, self._first_pages(lengths.whole_count(count, "count"))
-        return self._with_others(growth, None, None, lambda: take(count, owners), are_pages=True)
+        return self._with_others(growth, None, owners, lambda: take(count, owners), are_pages=True)
 
     def alloc_decode(
         self, seq_lens: torch.Tensor, seq_lens_cpu: Lens, last_loc: torch.Tensor, owners: Sequence[Any] | None = None

@@ -200,7 +200,7 @@ class NpuCompressStatePool(PlainPool):
         return Ring(*self._states[self.owner_for_read(layer_id)].chunk(2, -1))
 
     def set_states(self, layer_id: int, loc: torch.Tensor, *vectors: torch.Tensor) -> None:
-        """Write rows and scores ``[n, columns]`` to the slots `loc`.
+        """Write rows and scores ``[n, columns]`` to the slots `loc`; padding, slots 0 and −1, stays the empty state.
 
         Raises:
             SlotError: the layer keeps none here, or the shapes do not fit; nothing is written.
@@ -212,8 +212,9 @@ class NpuCompressStatePool(PlainPool):
             raise SlotError(f"layer {layer_id}: {len(vectors)} vectors of a state; give a row and its scores")
         for vector in vectors:
             self.check_rows(layer_id, (states.shape[-1] // 2,), loc, vector)
+        slots, empty = self.row_slots(loc), states[0, 0]
         row = torch.cat([vector.to(states.dtype) for vector in vectors], -1)
-        self.parts.kernels.store(states, self.row_slots(loc), row)
+        self.parts.kernels.store(states, slots, torch.where(slots.unsqueeze(-1) > 0, row, empty))
 
     def read_states(self, layer_id: int, loc: torch.Tensor) -> Ring:
         """Return copies ``[n, columns]`` of the rows and scores at the slots `loc`."""

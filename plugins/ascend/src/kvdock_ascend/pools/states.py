@@ -12,7 +12,7 @@ from kvdock.model import LayerSpec, StateParams
 from kvdock.planned import Parts
 from kvdock.pools import StatePool
 from kvdock.pools.grouped import group_of
-from kvdock.pools.state import CONV
+from kvdock.pools.state import CONV, State
 from kvdock.pools.state_shapes import conv_shape, state_params
 from kvdock.queries import PoolQuery
 
@@ -62,11 +62,20 @@ class NpuStatePool(StatePool):
             found.append(msgspec.structs.replace(buffer, shape=shape, base_align=align))
         return tuple(found)
 
+    def needed_state(self, layer_id: int) -> State:
+        """Return of `get_state` what the next token needs, as views: without the room for drafts."""
+        conv, temporal = self.get_state(layer_id)
+        return State(tuple(view[:, :inputs] for view, inputs in zip(conv, self._kept, strict=True)), temporal)
+
+    @property
+    def _kept(self) -> list[int]:
+        """Inputs of each convolution that the next token needs."""
+        return [conv.kernel - 1 for conv in state_params(self.query).conv]
+
     @cached_property
     def _committed(self) -> list[list[torch.Tensor]]:
         """Paged views of each layer's states that a commit writes: of a convolution what the next token needs."""
-        kept = [conv.kernel - 1 for conv in state_params(self.query).conv]
-        found = []
+        kept, found = self._kept, []
         for views in super()._committed:
             convolutions = [view[:, :, :inputs] for view, inputs in zip(views, kept, strict=False)]
             found.append([*convolutions, *views[len(kept) :]])
