@@ -19,6 +19,7 @@ from kvdock.testing.trace import Arrival
 torch = pytest.importorskip("torch")
 torch.set_num_threads(1)
 
+from kvdock.testing import values  # noqa: E402
 from kvdock.testing.driver import drive  # noqa: E402
 from kvdock.testing.patterns import in_blocks, scaled_to_limit  # noqa: E402
 from kvdock.testing.values import RunError, WrongValue  # noqa: E402
@@ -112,6 +113,36 @@ def test_a_wrong_byte_of_a_token_is_found_with_request_position_and_layer(layers
     with pytest.raises(WrongValue, match=rf"request 0, position 20, layer 1 \(target\): the {part} in slot \d+") as e:
         drive(cache, arrivals((20, 10)), seed=0, sharing=0, speculating=0, on_progress=at_step_4)
     assert (e.value.request, e.value.position, e.value.layer_id) == (0, 20, 1)
+
+
+@pytest.mark.parametrize("numbers", [1, 1 << 9, 1 << 18])
+@pytest.mark.parametrize("layer_id", [0, 2, 4])
+def test_whichever_layer_is_wrong_is_named_however_many_are_compared_at_once(layer_id, numbers, monkeypatch):
+    monkeypatch.setattr(values, "BATCH_NUMBERS", numbers)  # one layer, some, or all five
+    cache = built(*[MHA] * 5)
+
+    def at_step_4(progress):
+        if progress.steps == 4:
+            spoil_token(cache, "full", "v", layer_id, 2, position=20)
+
+    with pytest.raises(WrongValue, match="the value in slot") as e:
+        drive(cache, arrivals((20, 10)), seed=0, sharing=0, speculating=0, on_progress=at_step_4)
+    assert (e.value.request, e.value.position, e.value.layer_id) == (0, 20, layer_id)
+
+
+def test_values_of_layers_that_are_exchanged_are_found():
+    cache = built(*[MHA] * 5)
+    rows = cache.pools["full"].parts.tensors.rows
+
+    def exchange(progress):
+        if progress.steps == 1:
+            first = rows("k", 1).clone()
+            rows("k", 1).copy_(rows("k", 3))
+            rows("k", 3).copy_(first)
+
+    with pytest.raises(WrongValue) as e:
+        drive(cache, arrivals((20, 10)), seed=0, on_progress=exchange)
+    assert e.value.layer_id == 1
 
 
 def test_a_wrong_factor_of_a_layer_is_found():

@@ -6,20 +6,22 @@ request, position, layer or side (key or value) differs in about every column.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvdock.errors import KVDockError
 from kvdock.testing.kinds import Layer, Part, Tokens, Where, layers_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import torch
 
     from kvdock.cache import KVCache
 
 BLOCK_TOKENS = 1024
 """Tokens that are compared at once, so that a check of a long request takes little memory."""
+BATCH_NUMBERS = 1 << 18
+"""Numbers of a part that are computed at once, for as many layers as they suffice for, so that they stay in caches."""
 # Odd 63-bit constants: products of int64 wrap, which is what mixes.
 _ODD = (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB, 0x2545F4914F6CDD1D)
 
@@ -47,10 +49,11 @@ class Values:
 
     def __init__(self, cache: KVCache, seed: int) -> None:
         self._allocator: Any = cache.token_to_kv_pool_allocator
-        self._columns: dict[tuple[str, int, str], torch.Tensor] = {}
+        self._columns: dict[tuple[str, tuple[int, ...], str], torch.Tensor] = {}
         self.seed = seed
         self.layers = tuple(layers_of(cache))
         self.owners = tuple(layer for layer in self.layers if layer.layer_id == layer.owner)
+        self._read_together, self._written_together = tuple(_alike(self.layers)), tuple(_alike(self.owners))
         self._is_mapped = any(layer.is_mapped and layer.kind.places is None for layer in self.layers)
         limits = [layer.kind.ahead for layer in self.layers if layer.kind.ahead is not None]
         self.most_ahead: int | None = min(limits, default=None)
@@ -73,19 +76,24 @@ class Values:
         slots = tokens.slots
         hashed = hashed_bytes(salts, tokens.positions, self._widest)
         where = Where(slots, self._mapped(slots), at)
-        placed: dict[Any, Placed] = {}
-        for layer in self.owners:
-            if layer.kind.places is not None:
-                found = _placed(layer, layer.kind.places, tokens, hashed, placed)
-                if found.where.slots.shape[0]:
-                    self._write_layer(layer, found.hashed, found.where)
+        for layers in self._written_together:
+            first = layers[0]
+            if first.kind.places is not None:
+                found = _placed(first, tokens, hashed)
+                self._write_layers(layers, found.hashed, found.where)
             else:
-                self._write_layer(layer, hashed, where if layer.is_mapped else Where(slots, slots, at))
+                self._write_layers(layers, hashed, where if first.is_mapped else Where(slots, slots, at))
 
-    def _write_layer(self, layer: Layer, hashed: torch.Tensor, where: Where) -> None:
-        written = [part for part in layer.parts if not part.front_of]
-        rows = {part.name: self._expected(layer, part, hashed).to(layer.model_dtype) for part in written}
-        layer.kind.write(layer, where, rows)
+    def _write_layers(self, layers: tuple[Layer, ...], hashed: torch.Tensor, where: Where) -> None:
+        """Write tokens to layers that are alike; `hashed` are their bytes."""
+        if not hashed.shape[0]:
+            return
+        dtype = layers[0].model_dtype
+        written = [part for part in layers[0].parts if not part.front_of]
+        for some in _shares(layers, hashed):
+            rows = {part.name: self._expected(some, part, hashed).to(dtype) for part in written}
+            for place, layer in enumerate(some):
+                layer.kind.write(layer, where, {name: found[place] for name, found in rows.items()})
 
     def check(
         self,
@@ -109,18 +117,16 @@ class Values:
             block = Tokens(*(column[start : start + BLOCK_TOKENS] for column in found))
             tokens = hashed_bytes(salts[start : start + BLOCK_TOKENS], block.positions, self._widest)
             mapped = self._mapped(block.slots)
-            placed: dict[Any, Placed] = {}
-            for layer in self.layers:
+            for layers in self._read_together:
+                layer = layers[0]
                 if layer.kind.places is not None:
-                    there = _placed(layer, layer.kind.places, block, tokens, placed)
-                    if there.where.slots.shape[0]:
-                        self._check_layer(layer, request, there.positions, there.hashed, there.where)
+                    self._check_layers(layers, request, _placed(layer, block, tokens))
                     continue
                 first = 0
                 if layer.window is not None:
                     first = int(torch.searchsorted(block.positions, max(evicted, looking - layer.window)))
                 where = Where(block.slots[first:], (mapped if layer.is_mapped else block.slots)[first:])
-                self._check_layer(layer, request, block.positions[first:], tokens[first:], where)
+                self._check_layers(layers, request, Placed(block.positions[first:], tokens[first:], where))
 
     def compare(self, layer: Layer, request: int, salts: torch.Tensor, positions: torch.Tensor, where: Where) -> None:
         """Compare tokens of a request, written with `salts`, in one layer, as many as memory takes at once.
@@ -128,44 +134,52 @@ class Values:
         Raises:
             WrongValue: names the first value that differs.
         """
-        self._check_layer(layer, request, positions, hashed_bytes(salts, positions, self._widest), where)
+        hashed = hashed_bytes(salts, positions, self._widest)
+        self._check_layers((layer,), request, Placed(positions, hashed, where))
 
-    def _check_layer(
-        self, layer: Layer, request: int, positions: torch.Tensor, tokens: torch.Tensor, where: Where
-    ) -> None:
-        if layer.pool.query.shares_tokens:  # other ranks keep the other tokens
-            own = layer.pool.own_rows(where.mapped)[1]
-            positions, tokens, where = positions[own], tokens[own], Where(where.slots[own], where.mapped[own])
-        rows = layer.kind.read(layer, where)
-        for part in layer.parts:
-            wrong = first_difference(rows[part.name], self._expected(layer, part, tokens), layer.kv_dtype)
-            if wrong is not None:
-                position = int(positions[wrong])
-                raise WrongValue(
-                    f"request {request}, position {position}, layer {layer.layer_id} ({layer.worker}): the {part.name} "
-                    f"in slot {int(where.mapped[wrong])} is not the one that was written",
-                    request=request,
-                    position=position,
-                    layer_id=layer.layer_id,
-                )
-        self.checks += len(positions)
+    def _check_layers(self, layers: tuple[Layer, ...], request: int, there: Placed) -> None:
+        """Compare tokens of a request in layers that are alike, one layer after the other."""
+        pool, kv_dtype = layers[0].pool, layers[0].kv_dtype
+        if pool.query.shares_tokens:  # other ranks keep the other tokens
+            there = there.only(pool.own_rows(there.where.mapped)[1])
+        if not len(there.positions):
+            return
+        for some in _shares(layers, there.hashed):
+            expected = {part.name: self._expected(some, part, there.hashed) for part in some[0].parts}
+            right: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+            for place, layer in enumerate(some):
+                rows = layer.kind.read(layer, there.where)
+                for name, numbers in expected.items():
+                    key = name, rows[name].dtype
+                    if key not in right:
+                        right[key] = stored_as(rows[name].dtype, numbers, kv_dtype)
+                    wrong = first_difference(rows[name], right[key][place])
+                    if wrong is not None:
+                        raise _wrong(layer, request, name, there, wrong)
+                self.checks += len(there.positions)
 
     def _mapped(self, slots: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = self._allocator.translate(slots) if self._is_mapped else slots
         return found
 
-    def _expected(self, layer: Layer, part: Part, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the numbers of one part of a layer for tokens ``[n, heads, columns]``."""
+    def _expected(self, layers: tuple[Layer, ...], part: Part, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the numbers of one part of layers that are alike for tokens ``[layers, n, heads, columns]``."""
         if part.front_of:
-            whole = next(other for other in layer.parts if other.name == part.front_of)
-            return self._expected(layer, whole, tokens)[..., : part.columns]
-        columns = self._column_bytes(layer, part, tokens.device)
-        return part.numbers(tokens[:, : part.width] + columns)
+            whole = next(other for other in layers[0].parts if other.name == part.front_of)
+            return self._expected(layers, whole, tokens)[..., : part.columns]
+        drawn = tokens[:, : part.width] + self._column_bytes(layers, part, tokens.device)
+        numbers = part.numbers(drawn)
+        return numbers.view(*drawn.shape[:2], *numbers.shape[1:])
 
-    def _column_bytes(self, layer: Layer, part: Part, device: torch.device) -> torch.Tensor:
-        key = (layer.worker, layer.owner, part.name)
+    def _column_bytes(self, layers: tuple[Layer, ...], part: Part, device: torch.device) -> torch.Tensor:
+        """Return uint8 ``[layers, 1, width]``."""
+        import torch
+
+        worker, owners = layers[0].worker, tuple(layer.owner for layer in layers)
+        key = worker, owners, part.name
         if key not in self._columns:
-            self._columns[key] = column_bytes(self, *key, part.width, device)
+            found = [column_bytes(self, worker, owner, part.name, part.width, device) for owner in owners]
+            self._columns[key] = torch.stack(found).unsqueeze(1)
         return self._columns[key]
 
 
@@ -176,21 +190,41 @@ class Placed(NamedTuple):
     hashed: torch.Tensor
     where: Where
 
+    def only(self, chosen: torch.Tensor) -> Placed:
+        """Return those at the indices, or of the mask, `chosen`."""
+        where = Where(self.where.slots[chosen], self.where.mapped[chosen])
+        return Placed(self.positions[chosen], self.hashed[chosen], where)
 
-def _placed(
-    layer: Layer,
-    find: Callable[[Layer, Tokens], torch.Tensor],
-    tokens: Tokens,
-    hashed: torch.Tensor,
-    known: dict[Any, Placed],
-) -> Placed:
-    """Return which tokens have a row in a layer; asked once for all layers of a pool, since `known` remembers it."""
-    key = id(layer.pool), find
-    if key not in known:
-        places = find(layer, tokens)
-        has_row = places > 0
-        known[key] = Placed(tokens.positions[has_row], hashed[has_row], Where(tokens.slots[has_row], places[has_row]))
-    return known[key]
+
+def _placed(layer: Layer, tokens: Tokens, hashed: torch.Tensor) -> Placed:
+    """Return which tokens have a row in a layer whose kind tells, and so in all that are alike."""
+    places = tokens.slots if layer.kind.places is None else layer.kind.places(layer, tokens)
+    return Placed(tokens.positions, hashed, Where(tokens.slots, places)).only(places > 0)
+
+
+def _alike(layers: Iterable[Layer]) -> Iterator[tuple[Layer, ...]]:
+    """Yield layers by pool, kind and window, in their order: tokens have the same places in them."""
+    for _, found in groupby(layers, lambda layer: (id(layer.pool), layer.kind, layer.window)):
+        yield tuple(found)
+
+
+def _shares(layers: tuple[Layer, ...], hashed: torch.Tensor) -> Iterator[tuple[Layer, ...]]:
+    """Yield as many layers at once as `BATCH_NUMBERS` suffices for."""
+    widest = max(part.width for part in layers[0].parts)
+    step = max(1, BATCH_NUMBERS // max(1, widest * hashed.shape[0]))
+    for start in range(0, len(layers), step):
+        yield layers[start : start + step]
+
+
+def _wrong(layer: Layer, request: int, name: str, there: Placed, at: int) -> WrongValue:
+    position = int(there.positions[at])
+    return WrongValue(
+        f"request {request}, position {position}, layer {layer.layer_id} ({layer.worker}): the {name} "
+        f"in slot {int(there.where.mapped[at])} is not the one that was written",
+        request=request,
+        position=position,
+        layer_id=layer.layer_id,
+    )
 
 
 def column_bytes(values: Values, worker: str, owner: int, name: str, width: int, device: torch.device) -> torch.Tensor:
@@ -201,13 +235,19 @@ def column_bytes(values: Values, worker: str, owner: int, name: str, width: int,
     return _mixed(torch.arange(width, dtype=torch.int64, device=device) * _ODD[1] + salt).to(torch.uint8)
 
 
-def first_difference(found: torch.Tensor, expected: torch.Tensor, dtype: str) -> int | None:
-    """Return the first row in which `found` is not `expected`, or ``None``; bytes hold `dtype`, compared bit by bit."""
+def stored_as(dtype: torch.dtype, numbers: torch.Tensor, kv_dtype: str) -> torch.Tensor:
+    """Return numbers as a pool shows them: in `dtype`, or where these are bytes, those of `kv_dtype`."""
     import torch
 
-    right = expected.to(found.dtype)
-    if found.dtype == torch.uint8:
-        right = expected.to(torch.float32).to(getattr(torch, dtype)).view(torch.uint8)
+    if dtype == torch.uint8:
+        return numbers.to(torch.float32).to(getattr(torch, kv_dtype)).view(torch.uint8)
+    return numbers.to(dtype)
+
+
+def first_difference(found: torch.Tensor, right: torch.Tensor) -> int | None:
+    """Return the first row in which `found` is not `right`, or ``None``; compared bit by bit."""
+    import torch
+
     if torch.equal(found, right):
         return None
     return int((found != right).flatten(1).any(1).nonzero()[0])
