@@ -13,7 +13,7 @@ SOURCES := core plugins examples tests docs bench
 PYPROJECTS := $(wildcard core/pyproject.toml plugins/*/pyproject.toml examples/*/pyproject.toml)
 PLUGINS := $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml examples/*/pyproject.toml))
 TEST_TOOLS := pytest pytest-xdist hypothesis
-TOOLS := $(TEST_TOOLS) import-linter mypy ruff
+TOOLS := $(TEST_TOOLS) hatchling import-linter mypy ruff
 
 .PHONY: check format lint types layers test test-main test-notorch fuzz demo docs bench clean
 .DELETE_ON_ERROR:

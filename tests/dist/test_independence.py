@@ -32,26 +32,41 @@ TOGETHER = ["", "cuda", "rocm", "ascend", "dsv4", "ascend dsv4", "cuda rocm"]
 
 @pytest.fixture(scope="module")
 def clean(shell, tmp_path_factory):
-    """A folder with a model, an environment with the core's wheel alone, and the wheels of the plugins."""
+    """A folder with models, an environment with the core's wheel alone, and a folder for what each plugin installs.
+
+    Each is installed once: a path file in the environment then says which are there, as if they were beside the core.
+    """
     folder = tmp_path_factory.mktemp("alone")
     wheels = shell.build(folder, SOURCES)
     scripts = shell.environment(folder, wheels["kvdock"])
     for name, config in (("model", shell.plain), ("family", FAMILY)):
         (folder / f"{name}.json").write_text(json.dumps(config), encoding="utf-8")
-    return folder, scripts, wheels
+    homes = {name: folder / name for name in (*DEVICES, "dsv4")}
+    for name, home in homes.items():
+        pip = (scripts / "python", "-m", "pip", "install", "-q", "--no-deps")
+        shell.checked(*pip, "--target", home, wheels[f"kvdock_{name}"])
+    return folder, scripts, homes
 
 
 @pytest.fixture(scope="module", params=TOGETHER, ids=lambda names: names or "core alone")
 def installed(request, shell, clean):
     """The names of the plugins that are installed, and what runs a command there."""
-    folder, scripts, wheels = clean
+    folder, scripts, homes = clean
     names = request.param.split()
-    pip = (scripts / "python", "-m", "pip")
-    shell.checked(*pip, "uninstall", "-q", "-y", *(f"kvdock-{name}" for name in (*DEVICES, "dsv4")))
-    if names:
-        shell.checked(*pip, "install", "-q", *(wheels[f"kvdock_{name}"] for name in names))
-    shell.checked(*pip, "check")
+    put_beside_the_core(shell, scripts, [homes[name] for name in names])
     return names, lambda *words: shell.run(scripts / "kvdock", *words, cwd=folder)
+
+
+def put_beside_the_core(shell, scripts, homes):
+    """Let the environment find what is installed in these folders, and nothing else beside the core."""
+    site = shell.checked(scripts / "python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
+    (Path(site) / "plugins.pth").write_text("".join(f"{home}\n" for home in homes), encoding="utf-8")
+
+
+def test_what_the_wheels_require_is_met(shell, clean):
+    _, scripts, homes = clean
+    put_beside_the_core(shell, scripts, homes.values())
+    shell.checked(scripts / "python", "-m", "pip", "check")
 
 
 def test_just_the_installed_plugins_are_there_and_load(installed):

@@ -6,6 +6,7 @@ a key of `objections` (a phrase of the reason), or the class that lacks somethin
 
 import json
 import re
+from functools import cache
 from pathlib import Path
 
 import kvdock
@@ -123,6 +124,7 @@ ABLE = {"no_kv, device able": "skip_kv_cache:fa3", "no_kv, misused": "skip_kv_ca
 CPU = DeviceInfo(device_type="cpu", name="a cpu", total_bytes=2**40, free_before_load_bytes=2**40, free_bytes=2**40)
 
 
+@cache
 def registry_of(hardware):
     registry = core_only()
     if hardware == "mock":

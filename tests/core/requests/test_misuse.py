@@ -30,8 +30,8 @@ def all_sliding(debug=True):
 
 
 def hybrid(debug=True, **options):
-    parallel = kvdock.Parallelism(tp_size=4)
-    return cache_of("qwen3-next-80b-a3b", debug, 2**29, parallel, max_state_slots=6, **options)
+    parallel = kvdock.Parallelism(tp_size=16)
+    return cache_of("qwen3-next-80b-a3b", debug, 2**27, parallel, max_state_slots=6, **options)
 
 
 def state(cache):

@@ -85,6 +85,10 @@ def vary(metafunc: pytest.Metafunc, name: str, values: Sequence[Any]) -> None:
         metafunc.parametrize(name, values, ids=[f"{name}={value}" for value in values])
 
 
+_PLANS: dict[tuple[type[Suite], int], CachePlan] = {}
+"""The plan of each suite and page size."""
+
+
 class Suite(Checks):
     """What suites of classes share: a plan of `model` for `device`, made by the core and `plugins`, and its build."""
 
@@ -108,8 +112,11 @@ class Suite(Checks):
 
     @pytest.fixture
     def plan(self, page_size: int) -> CachePlan:
-        """Give the plan under test."""
-        return self.planned(page_size)
+        """Give the plan under test, which is made once."""
+        key = type(self), page_size
+        if key not in _PLANS:
+            _PLANS[key] = self.planned(page_size)
+        return _PLANS[key]
 
     def planned(self, page_size: int, times: int = 1, parallel: Parallelism | None = None, **more: Any) -> CachePlan:
         """Return a plan with pages of `page_size`, of `times` the memory, and with `more` options than the suite names."""
@@ -127,7 +134,11 @@ class Suite(Checks):
         return msgspec.structs.replace(self.device, **{size: getattr(self.device, size) * times for size in sizes})
 
     @pytest.fixture
-    def cache(self, plan: CachePlan) -> KVCache:
-        """Give what is built from the plan."""
+    def with_torch(self) -> None:
+        """Skip a check that builds where torch is not installed, before anything is planned for it."""
         pytest.importorskip("torch")
+
+    @pytest.fixture
+    def cache(self, with_torch: None, plan: CachePlan) -> KVCache:
+        """Give what is built from the plan."""
         return build(plan, device=self.torch_device, debug=False)
