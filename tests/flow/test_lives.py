@@ -133,7 +133,7 @@ def in_pairs(caches):
             yield pytest.param(layers, options, page_size, debug, id=f"{name}-{page_size}-{mode}")
 
 
-@pytest.mark.parametrize(("layers", "options", "page_size", "debug"), in_pairs(CACHES))
+@pytest.mark.parametrize(("layers", "options", "page_size", "debug"), list(in_pairs(CACHES)))
 def test_every_value_and_state_comes_back(layers, options, page_size, debug):
     cache = built(*layers, debug=debug, page_size=page_size, **options)
     report = drive(cache, arrivals(*CROWD), seed=page_size)
