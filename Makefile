@@ -64,7 +64,7 @@ fuzz: $(VENV)/.tools
 	    --hypothesis-profile fuzz --hypothesis-seed $(SEED) || { echo "failed with SEED=$(SEED)"; exit 1; }
 
 # Planning needs no torch: the same tests without it, on each interpreter that is installed. Tests that need torch,
-# and those that build wheels, are skipped here.
+# those that build wheels, and those that say the same on every interpreter, are left out here.
 
 test-notorch: $(addprefix test-notorch-,$(VERSIONS))
 
@@ -74,7 +74,7 @@ test-notorch-%: FORCE
 	if [ -z "$$python" ]; then echo "python$* is not installed: its tests without torch are left out"; exit 0; fi; \
 	$(MAKE) --no-print-directory .venv-notorch-$*/.tools FOUND=$$python && \
 	echo "without torch, python$*:" && \
-	.venv-notorch-$*/bin/python $(PYTEST) -m 'not dist'
+	.venv-notorch-$*/bin/python $(PYTEST) -m 'not dist and not once'
 
 .venv-notorch-%/.tools: $(PYPROJECTS) constraints.txt
 	$(FOUND) -m venv .venv-notorch-$*

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.once
+
 ROOT = Path(__file__).parents[2]
 CORE = ROOT / "core" / "src" / "kvdock"
 SHIPPED = sorted(

@@ -29,6 +29,7 @@ class TestCpu(DeviceSuite):
 def test_of_something_else():
     pass
 """
+pytestmark = pytest.mark.once
 WORKERS = pytest.mark.parametrize("workers", [[], ["-n", "2"]], ids=["one process", "workers"])
 
 
