@@ -76,14 +76,6 @@ def test_a_cap_on_tokens_caps_what_is_there_at_once(small):
     assert plan.spaces["full"] == 192  # half as many bytes again may be states or tokens
 
 
-def test_the_longest_request_leaves_room_for_its_states_and_window(small):
-    plan = small.plan("sliding", budget_bytes=60_000, context=4096)
-    line, longest = line_of(plan), plan.max_request_tokens
-    needs = plan.outline.spaces["swa"].rule.needs // 4
-    assert line.fits({"full": longest // 4, "swa": needs})
-    assert not line.fits({"full": longest // 4 + 1, "swa": needs})
-
-
 def test_questions_count_what_sides_hold_together(small):
     plan = small.plan("linear", max_running_requests=30, prefix_cache=False)
     count = plan.concurrency(20)
