@@ -95,6 +95,11 @@ def test_bytes_per_token_are_those_of_the_buffer(small):
     costs = plan.costs
     slots = sum((c.kv + c.bookkeeping) * plan.spaces[space] for space, c in costs.per_slot.items())
     assert costs.fixed_bytes + slots == plan.total_bytes
+    # a state: 2 layers of 128 and 256 bytes; a page: 4 tokens of 64, which the slots of full pay for
+    assert costs.shared_pages == {"state": 768, "full": 256}
+    assert (costs.per_slot["state"].kv, costs.per_slot["full"].kv) == (0, 64)
+    split = small.plan("linear", unified_memory=False)
+    assert (split.costs.shared_pages, split.costs.per_slot["state"].kv) == ({}, 768)
 
 
 def test_a_plan_file_brings_the_same_plan_back(small):
