@@ -11,6 +11,7 @@ from kvdock.families.groups import window_pages
 from kvdock.layout import DEVICE, FULL, REQUESTS, Buffer, Space, Unit, round_up
 from kvdock.sizing import Problem, token_factors, total_nbytes
 from kvdock.storages import WITHIN, block_nbytes
+from kvdock.unified.geometry import page_bytes
 
 
 class SlotCost(msgspec.Struct, frozen=True, kw_only=True):
@@ -20,11 +21,16 @@ class SlotCost(msgspec.Struct, frozen=True, kw_only=True):
     bookkeeping: int | float
 
 
-class Costs(msgspec.Struct, frozen=True, kw_only=True):
-    """What the cache costs: `fixed_bytes` whatever the sizes (padding included), then bytes per slot of each space."""
+class Costs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What the cache costs: `fixed_bytes` whatever the sizes (padding included), then bytes per slot of each space.
+
+    In unified memory `shared_pages` are the bytes that a page of each space takes of the shared buffer, which the last
+    one's slots pay for: those of the others cost no KV `per_slot`.
+    """
 
     fixed_bytes: int
     per_slot: dict[str, SlotCost]
+    shared_pages: dict[str, int] = {}
 
 
 def slot_bytes(buffer: Buffer, spaces: Mapping[str, Space]) -> Fraction:
@@ -47,6 +53,7 @@ def find_costs(problem: Problem) -> Costs:
     return Costs(
         fixed_bytes=total_nbytes(msgspec.structs.replace(problem, buffers=charged), dict.fromkeys(problem.spaces, 0)),
         per_slot={name: _cost(kv, rest) for name, (kv, rest) in sums.items()},
+        shared_pages=page_bytes(problem.buffers, problem.spaces),
     )
 
 

@@ -86,7 +86,12 @@ def state_slots_per_request(query: Query) -> int:
             "state_extra_buffer='lazy' takes its second slot between overlapping steps, but overlap_schedule is "
             "false; give state_extra_buffer='on', or overlap_schedule=true"
         )
-    return 1 if options.prefix_cache is False else 3 + track_slots(query)
+    return states_in_use(query) + (0 if options.prefix_cache is False else 2)
+
+
+def states_in_use(query: Query) -> int:
+    """Return the state slots that a request has from its admission on: its own and its tracks."""
+    return 1 + track_slots(query)
 
 
 def track_slots(query: Query) -> int:

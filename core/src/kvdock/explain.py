@@ -191,8 +191,7 @@ def _buffers(plan: CachePlan) -> Iterator[str]:
 
 def shared_pages(plan: CachePlan) -> dict[str, int]:
     """Return the bytes of a page of each space whose KV lies in the byte buffer that the last space is charged with."""
-    line = plan.outline.line(plan.spaces)
-    return {} if line is None else {stretch.space: stretch.page_nbytes for stretch in line.stretches[:-1]}
+    return dict(list(plan.costs.shared_pages.items())[:-1])
 
 
 def _costs(plan: CachePlan) -> Iterator[str]:

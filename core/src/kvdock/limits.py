@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import msgspec
 
-from kvdock.demand import DECODE_REQUESTS_WITH_EXTRA, decode_extra_rows, state_slots_per_request
+from kvdock.demand import DECODE_REQUESTS_WITH_EXTRA, decode_extra_rows, state_slots_per_request, states_in_use
+from kvdock.families.groups import window_pages
 from kvdock.layout import DEVICE, REQUESTS, STATE, Space
 from kvdock.outline import Outline
-from kvdock.sizing import Problem, Solution, Solver
+from kvdock.sizing import Problem, Solution, Solver, largest
+from kvdock.unified.geometry import Line
 
 LARGER_BUDGET = "a larger budget"
 CAP = "max_total_tokens"
@@ -161,13 +163,28 @@ def _length_limit(outline: Outline, solution: Solution, tokens: int) -> Limit:
 
 
 def _longest(outline: Outline, solution: Solution, context: int, tokens: int) -> int:
-    """Return the tokens of the longest request up to `context`: in unified memory all but what it needs beside them."""
+    """Return the tokens of the longest request up to `context`: in unified memory what fits beside its window and states."""
     line = outline.line(solution.sizes)
     if line is None:
         return tokens
-    spaces, measure = outline.spaces, line.stretches[-1]
-    pages = {s.space: -(-spaces[s.space].rule.needs // s.page_size) for s in line.stretches[:-1]}
-    return min(context, line.room(measure.space, pages) * measure.page_size)
+    return largest(lambda length: line.fits(_pages_alone(outline, line, length)), 0, context)
+
+
+def _pages_alone(outline: Outline, line: Line, length: int) -> dict[str, int]:
+    """Return the pages of each space that a request of `length` tokens has at most, alone in a cache without a prefix.
+
+    A window lies on the most pages where a chunk of the prompt, cut anywhere, begins a page.
+    """
+    chunk = outline.options.values.chunked_prefill_size or 1
+    found = {}
+    for stretch in line.stretches:
+        space, pages = outline.spaces[stretch.space], -(-length // stretch.page_size)
+        if space.issued_by == "request_pool":
+            pages = states_in_use(outline.request_pool.query)
+        elif space.window_tokens is not None and space.name != outline.numbering:
+            pages = min(pages, window_pages(space.window_tokens + chunk - 1, stretch.page_size))
+        found[space.name] = pages
+    return found
 
 
 def _state_limit(outline: Outline, solution: Solution) -> Limit:

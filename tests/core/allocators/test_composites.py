@@ -216,3 +216,58 @@ def test_a_side_that_fails_leaves_the_other_as_it_was(make, cls, error, message)
             call()
         assert (allocator.full_available_size(), allocator.swa_available_size()) == (32, 32)
     allocator.full.check(held=slots())
+
+
+def broken(*arguments):
+    """An inner call that fails."""
+    raise RuntimeError("no memory")
+
+
+@pytest.mark.parametrize("kind", ["single", "swa"])
+def test_an_alloc_whose_slots_cannot_be_told_takes_nothing(make, monkeypatch, kind):
+    allocator = make.single(32, 4) if kind == "single" else make.swa(32, 32, 4)
+    with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="no memory"):
+        patched.setattr(PagedAllocator, "_slots_of", broken)
+        allocator.alloc(8)
+    assert allocator.available_size() == 32
+    allocator.check(held=slots())
+    assert allocator.alloc(32).tolist() == list(range(4, 36))
+
+
+@pytest.mark.parametrize("what", ["_erase", "free_pages"])
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_map_is_as_it_was_where_a_free_fails(make, monkeypatch, what, gone):
+    allocator = make.swa(32, 32, 4)
+    held = allocator.alloc(16)
+    if gone:
+        allocator.free_swa(held[:4])
+    before = allocator.translate(held).tolist()
+    assert before == [0 if gone and slot < 8 else slot for slot in range(4, 20)]
+    erase = SWAAllocator._erase
+
+    def half(self, pages):
+        erase(self, pages[:2])
+        broken()
+
+    calls = {
+        "rows": lambda: allocator.free_rows(row_of(held), [1], [0], [16], [4] if gone else None),
+        "tokens": lambda: allocator.free(held),
+    }
+    for call in calls.values():
+        with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="no memory"):
+            if what == "_erase":
+                patched.setattr(SWAAllocator, what, half)
+            else:
+                patched.setattr(allocator.swa, what, broken)
+            call()
+        assert allocator.translate(held).tolist() == before
+        assert (allocator.full_available_size(), allocator.swa_available_size()) == (16, 20 if gone else 16)
+        allocator.check(held=held)
+    calls["rows"]()
+    allocator.check(held=slots())
+
+
+def row_of(held, columns=32):
+    table = torch.zeros(2, columns, dtype=torch.int32)
+    table[1, : held.numel()] = held
+    return table

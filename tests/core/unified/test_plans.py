@@ -76,14 +76,6 @@ def test_a_cap_on_tokens_caps_what_is_there_at_once(small):
     assert plan.spaces["full"] == 192  # half as many bytes again may be states or tokens
 
 
-def test_the_longest_request_leaves_room_for_its_states_and_window(small):
-    plan = small.plan("sliding", budget_bytes=60_000, context=4096)
-    line, longest = line_of(plan), plan.max_request_tokens
-    needs = plan.outline.spaces["swa"].rule.needs // 4
-    assert line.fits({"full": longest // 4, "swa": needs})
-    assert not line.fits({"full": longest // 4 + 1, "swa": needs})
-
-
 def test_questions_count_what_sides_hold_together(small):
     plan = small.plan("linear", max_running_requests=30, prefix_cache=False)
     count = plan.concurrency(20)
@@ -103,6 +95,11 @@ def test_bytes_per_token_are_those_of_the_buffer(small):
     costs = plan.costs
     slots = sum((c.kv + c.bookkeeping) * plan.spaces[space] for space, c in costs.per_slot.items())
     assert costs.fixed_bytes + slots == plan.total_bytes
+    # a state: 2 layers of 128 and 256 bytes; a page: 4 tokens of 64, which the slots of full pay for
+    assert costs.shared_pages == {"state": 768, "full": 256}
+    assert (costs.per_slot["state"].kv, costs.per_slot["full"].kv) == (0, 64)
+    split = small.plan("linear", unified_memory=False)
+    assert (split.costs.shared_pages, split.costs.per_slot["state"].kv) == ({}, 768)
 
 
 def test_a_plan_file_brings_the_same_plan_back(small):

@@ -291,10 +291,15 @@ class MappedAllocator(Allocator):
         """Give back what lies beside `pages`, then those by `free`; a call that fails can be made again."""
         if not pages.shape[0]:
             return
-        self.side.free_pages(side_pages)
-        self._dropped()
+        words = side_pages if side_pages.shape[0] == pages.shape[0] else self._mapped(pages)
         try:
             self._erase(pages)
+            self.side.free_pages(side_pages)
+        except BaseException:
+            self._write(pages, words)
+            raise
+        self._dropped()
+        try:
             free()
         except BaseException:
             self._lone.update(lengths.to_host(pages).tolist())

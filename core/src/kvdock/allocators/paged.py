@@ -68,8 +68,7 @@ class PagedAllocator(Allocator):
             SlotError: `need_size` is negative or no multiple of the page size.
         """
         count = lengths.whole_pages(need_size, self.page_size, self._name)
-        pages = self._take(count, None if owner is None else [owner] * count)
-        return None if pages is None else self._slots_of(pages)
+        return self._handed(count, None if owner is None else [owner] * count, self._slots_of)
 
     def alloc_pages(self, count: int, owners: Sequence[Any] | None = None) -> torch.Tensor | None:
         """Return `count` page numbers in order; `owners` names a holder of each for debug messages.
@@ -359,9 +358,14 @@ class PagedAllocator(Allocator):
         owners: Sequence[Any] | None,
         to_slots: Callable[[torch.Tensor], torch.Tensor],
     ) -> torch.Tensor | None:
-        """Return the slots of a growth; a kernel that fails gives the pages back."""
-        count = growth.page_count
-        pages = self._take(count, self._owners_of_pages(owners, growth))
+        """Return the slots of a growth."""
+        return self._handed(growth.page_count, self._owners_of_pages(owners, growth), to_slots)
+
+    def _handed(
+        self, count: int, owners: Sequence[Any] | None, to_slots: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor | None:
+        """Return the slots of `count` new pages; where they cannot be told, the pages go back."""
+        pages = self._take(count, owners)
         try:
             return None if pages is None else to_slots(pages)
         except BaseException:

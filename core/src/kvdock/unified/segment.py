@@ -189,20 +189,23 @@ class Segment:
     def narrow(self, window: Window) -> None:
         """Own a window that leaves out one end of the present one: pages there move into holes, of which there are enough.
 
-        Costs what lies outside; waits for the device for the number of pages that move.
+        Costs what lies outside, of which the list of holes loses its end: holes there that stay take the places in the
+        list of those that lie outside, and the others are filled. Waits for the device for the counts of these.
         """
         old = self.window
         outside = slice(old.low, window.low) if window.low > old.low else slice(window.high, old.high)
-        owners = self._owner_of[outside]
-        moved, indices = owners[owners >= 0], -1 - owners[owners < 0]
-        count = moved.shape[0]
-        left = self.holes - indices.shape[0] - count
+        owners, left = self._owner_of[outside], self.holes - (outside.stop - outside.start)
+        live, tail = self._where(owners >= 0), self._holes[left : self.holes]
+        inside = tail.take(self._where(tail >= window.low if window.low > old.low else tail < window.high))
+        vacant = ~owners.take(self._where(owners < 0))
+        vacant = vacant.take(self._where(vacant < left))
+        kept, targets = inside[: vacant.shape[0]], self._wide(inside[vacant.shape[0] :])
         try:
-            self._fill(indices)
-            if count:
-                targets = self._holes[left : left + count]
-                self._copy(self._tensor(self._page_of[moved]), self._tensor(targets + self.stretch.first))
-                self._bind(moved, targets)
+            self._holes[vacant], self._owner_of[kept] = kept, ~vacant
+            if count := targets.shape[0]:
+                places = live + (outside.start + self.stretch.first), targets + self.stretch.first
+                self._copy(*(self._tensor(found) for found in places))
+                self._bind(self._wide(owners.take(live)), targets)
         except BaseException:
             self._undo(outside, left)
             raise
@@ -272,17 +275,6 @@ class Segment:
         self._owner_of[places] = self._numbers(-1 - start, -1 - end, -1)
         return end
 
-    def _fill(self, indices: Any) -> None:
-        """Take the holes at `indices` out of the list, whose end moves down; those there take their places in it."""
-        left = self.holes - indices.shape[0]
-        tail = self._holes[left : self.holes] + 0
-        is_left = indices < left
-        # Where a hole of the tail is itself taken out, it stands for none.
-        tail[indices[~is_left] - left] = -1
-        kept, vacant = tail[tail >= 0], indices[is_left]
-        self._holes[vacant] = kept
-        self._owner_of[kept] = -1 - vacant
-
     def _copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
         at_once = max(1, MOVED_AT_ONCE // self.stretch.page_nbytes)
         for start in range(0, source.shape[0], at_once):
@@ -297,6 +289,14 @@ class Segment:
 
         found: torch.Tensor = torch.from_numpy(values) if self._is_host else values
         return found.long()
+
+    def _where(self, chosen: Any) -> Any:
+        """Return the positions that are chosen; waits for the device."""
+        return chosen.nonzero()[0] if self._is_host else chosen.nonzero().view(-1)
+
+    def _wide(self, values: Any) -> Any:
+        """Return numbers as indices are read fastest."""
+        return values.astype("intp") if self._is_host else values.long()
 
     def _numbers(self, start: int, stop: int, step: int) -> Any:
         if self._is_host:
