@@ -29,8 +29,14 @@ def test_a_feature_that_no_class_has_is_traced_to_its_option(options, lacks, ask
 
 
 def test_too_many_state_slots_are_named():
-    with pytest.raises(BudgetError, match="plan for less: fewer than max_state_slots=2000"):
-        kvdock.plan(QWEN, device="cpu", budget_bytes=2**31, options={"max_state_slots": 2000, "context_length": 512})
+    options = {"max_state_slots": 2000, "context_length": 512}
+    with pytest.raises(BudgetError, match=r"plan for less: max_state_slots=\d+$") as told:
+        kvdock.plan(QWEN, device="cpu", budget_bytes=2**31, options=options)
+    slots = int(str(told.value).rpartition("=")[2])
+    made = kvdock.plan(QWEN, device="cpu", budget_bytes=2**31, options={**options, "max_state_slots": slots})
+    assert made.spaces["state"] == slots
+    with pytest.raises(BudgetError):
+        kvdock.plan(QWEN, device="cpu", budget_bytes=2**31, options={**options, "max_state_slots": slots + 1})
 
 
 def test_layers_that_keep_states_are_not_counted_as_kv():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Literal
 
@@ -176,22 +176,25 @@ def activation_tokens(query: RequestQuery) -> int:
 
 
 def refuse_budget(
-    error: BudgetError, budget: Budget, device: DeviceInfo, options: CacheOptions, levers: Sequence[str]
+    error: BudgetError,
+    budget: Budget,
+    device: DeviceInfo,
+    options: CacheOptions,
+    levers: Sequence[str],
+    works: Callable[[float], bool],
 ) -> BudgetError:
-    """Return `error` with the advice that fits the way in which the budget was found; `levers` make the need smaller."""
+    """Return `error` with the advice that fits the way in which the budget was found.
+
+    Each of `levers` makes the need smaller; `works` tells whether a share of the memory serves.
+    """
     is_device = device.source != GIVEN_BUDGET
     if budget.base == "given" and is_device and error.needed_bytes > device.free_bytes:
         advice = f"{device.name} has {show_bytes(device.free_bytes)} free, so use more ranks or a larger device"
     elif budget.base == "given":
         advice = f"give at least {show_bytes(error.needed_bytes)}"
     else:
-        advice = _fraction_advice(error.needed_bytes, budget, device, options.mem_fraction_static)
-    if budget.base == "fraction" and options.max_total_tokens is not None:
-        advice += (
-            f", or fewer than max_total_tokens={options.max_total_tokens}, for which only "
-            f"{show_bytes(max(0, budget.free_bytes))} are free"
-        )
-    less = f", or plan for less: {', '.join(levers)}" if levers else ""
+        advice = _fraction_advice(error.needed_bytes, budget, device, options.mem_fraction_static, works)
+    less = f", or plan for less: {' or '.join(levers)}" if levers else ""
     return BudgetError(
         f"{error}; {advice}{less}",
         needed_bytes=error.needed_bytes,
@@ -199,7 +202,13 @@ def refuse_budget(
     )
 
 
-def _fraction_advice(needed: int, budget: Budget, device: DeviceInfo, fraction: float | None) -> str:
+MOST_FRACTIONS = 20
+"""Thousandths that are tried from the least share that leaves what is needed: more memory may serve less."""
+
+
+def _fraction_advice(
+    needed: int, budget: Budget, device: DeviceInfo, fraction: float | None, works: Callable[[float], bool]
+) -> str:
     """Return the smallest fraction that works and what it leaves, or that none does."""
     spare = budget.free_bytes + budget.least_slack_bytes - needed
     if spare < budget.least_slack_bytes:
@@ -207,11 +216,16 @@ def _fraction_advice(needed: int, budget: Budget, device: DeviceInfo, fraction: 
             f"no mem_fraction_static helps, since only {show_bytes(max(0, budget.free_bytes))} of {device.name} are "
             f"free beside what else takes memory ({budget.note}): use more ranks or a larger device"
         )
-    least = Fraction(max(1, -(-(1 - Fraction(spare, device.free_before_load_bytes)) * 1000 // 1)), 1000)
+    first = max(1, -(-(1 - Fraction(spare, device.free_before_load_bytes)) * 1000 // 1))
     alone = ": weights and what else is loaded exceed its share" if budget.nbytes <= 0 else ""
+    few = f"mem_fraction_static={fraction} leaves too little{alone} ({budget.note})"
+    shares = (Fraction(share, 1000) for share in range(first, min(1000, first + MOST_FRACTIONS) + 1))
+    least = next((share for share in shares if works(float(share))), None)
+    if least is None:
+        return f"{few}: use more ranks or a larger device"
     return (
-        f"mem_fraction_static={fraction} leaves too little{alone} ({budget.note}); the smallest that works is "
-        f"{float(least):.3f}, with {show_bytes(_slack(device, least, budget.least_slack_bytes))} left for activations"
+        f"{few}; the smallest that works is {float(least):.3f}, with "
+        f"{show_bytes(_slack(device, least, budget.least_slack_bytes))} left for activations"
     )
 
 

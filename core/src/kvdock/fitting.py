@@ -8,16 +8,16 @@ follow from these agreed numbers, so they are equal on all ranks and the rank th
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Sequence
 from typing import TypeVar
 
 import msgspec
 
-from kvdock import dtypes
 from kvdock.budget import Budget, refuse_budget, show_bytes
 from kvdock.errors import BudgetError, PlanError
 from kvdock.families.groups import MIN_TOKENS
-from kvdock.layout import MAX_SLOTS, REQUESTS, STATE, Buffer, SizeRule, round_up
+from kvdock.layout import MAX_SLOTS, REQUESTS, STATE, SizeRule, round_up
+from kvdock.levers import Attempt, find_levers, most_requests, nothing, roomier_dtype
 from kvdock.model import model_to_builtins
 from kvdock.outline import Outline
 from kvdock.sizing import Problem, Solution, Solver, largest, smallest, token_factors, total_nbytes
@@ -65,8 +65,15 @@ Steps = Generator[Vector, Vector, Fitted]
 """Sizing in progress: yields what this rank proposes, is sent what all ranks agreed on, returns the sizes."""
 
 
-def fit(outline: Outline, budget: Budget, cap_tokens: int | None, rank: int = 0, ranks: int = 1) -> Steps:
-    """Size one rank in steps.
+def fit(
+    outline: Outline,
+    budget: Budget,
+    cap_tokens: int | None,
+    rank: int = 0,
+    ranks: int = 1,
+    attempt: Attempt = nothing,
+) -> Steps:
+    """Size one rank in steps; `attempt` tries what errors and warnings suggest.
 
     Raises:
         PlanError, BudgetError: what does not fit on this rank, and what would.
@@ -82,10 +89,9 @@ def fit(outline: Outline, budget: Budget, cap_tokens: int | None, rank: int = 0,
         problem = _without_kv(outline, problem)
     try:
         budget = _authoritative_budget(outline, problem, budget, warnings)
-        alone = _solve(problem, budget.nbytes, outline, warnings)
+        alone = _solve(problem, budget.nbytes, outline, warnings, attempt)
     except BudgetError as error:
-        levers = _levers(outline, problem, error)
-        raise refuse_budget(error, budget, outline.device, outline.options.values, levers) from error
+        raise _with_advice(error, outline, budget, attempt) from error
     agreed = yield tuple(alone.sizes[name] for name in fixed)
     pinned = dict(zip(fixed, agreed, strict=True))
     solver = Solver(problem, budget.nbytes, pinned)
@@ -261,7 +267,7 @@ def _stated_nbytes(outline: Outline, problem: Problem, budget: Budget, tokens: i
     return solver.nbytes(max(tokens // problem.page_size * problem.page_size, solver.floor_tokens()))
 
 
-def _solve(problem: Problem, budget_bytes: int, outline: Outline, warnings: list[str]) -> Solution:
+def _solve(problem: Problem, budget_bytes: int, outline: Outline, warnings: list[str], attempt: Attempt) -> Solution:
     rule = outline.spaces[REQUESTS].rule
     asked = rule.fixed if outline.given.max_running_requests is not None else 0
     if not asked:
@@ -274,61 +280,34 @@ def _solve(problem: Problem, budget_bytes: int, outline: Outline, warnings: list
             f"them nowhere; give a multiple of {workers}"
         )
     charge = _Charge(problem, budget_bytes, workers)
-    with_states = charge.within_states(asked, warnings)
+    with_states = charge.within_states(asked, warnings, attempt)
     fixed = charge.within_cap(with_states)
-    charge.refuse_tables(fixed, asked)
+    charge.refuse_tables(fixed, outline.given.max_running_requests or asked, attempt)
     solution = Solver(problem, budget_bytes, {REQUESTS: fixed}).solve()
     if solution.tokens < MIN_TOKENS * fixed:
         fixed = max(1, charge.served(fixed))
         solution = Solver(problem, budget_bytes, {REQUESTS: fixed}).solve()
     if fixed < with_states:
-        raised_by = "a larger budget or a narrower kv_cache_dtype"
+        capped, least = solution.bound == problem.cap_name, fixed
+        dtype = None if capped else roomier_dtype(outline, attempt, lambda made: made.spaces[REQUESTS] > least)
+        raised_by = problem.cap_name if capped else " or ".join(("a larger budget", *filter(None, [dtype])))
         warnings.append(
             f"max_running_requests: {_asked(asked, workers)}, {fixed} fit, since each needs {MIN_TOKENS} of the "
-            f"{solution.tokens} tokens; {problem.cap_name if solution.bound == problem.cap_name else raised_by} raises it"
+            f"{solution.tokens} tokens; {raised_by} raises it"
         )
     return solution
 
 
-LEAST_BITS = 4
-"""Bits of the narrowest keys and values."""
+def _with_advice(error: BudgetError, outline: Outline, budget: Budget, attempt: Attempt) -> BudgetError:
+    """Return the error with what would make the cache fit."""
+    if attempt is nothing:
+        return error
+    levers = find_levers(outline, attempt, "max_running_requests" in str(error), budget.base == "fraction")
 
+    def works(fraction: float) -> bool:
+        return attempt({"mem_fraction_static": fraction}) is not None
 
-def _levers(outline: Outline, problem: Problem, error: BudgetError) -> list[str]:
-    """Return what would make the smallest cache smaller: each takes, or may take, as many bytes as are missing."""
-    given, missing = outline.given, error.needed_bytes - error.budget_bytes
-    rows = max(1, given.max_running_requests or 1)
-    solver = Solver(problem, error.needed_bytes, {REQUESTS: rows // outline.parallel.attn_dp_size or 1})
-    tokens = solver.floor_tokens()
-    sizes = solver.sizes(tokens)
-    device = [buffer for buffer in problem.buffers if buffer.memory == "device"]
-
-    def taken(chosen: Iterable[Buffer]) -> int:
-        return sum(bytes_of(list(chosen), problem.spaces, sizes, problem.granularity_bytes))
-
-    of_requests = taken(b for b in device if b.space == REQUESTS)
-    of_states = taken(b for b in device if b.space == STATE)
-    of_tokens = taken(b for b in device if b.is_kv and b.space not in (REQUESTS, STATE))
-    found = []
-    if given.max_state_slots is not None and of_states >= missing:
-        found.append(f"fewer than max_state_slots={given.max_state_slots}")
-    if problem.page_size > MIN_TOKENS and of_tokens >= missing:
-        found.append(f"a page_size below {problem.page_size}")
-    if tokens > max(problem.page_size, MIN_TOKENS) and given.swa_full_tokens_ratio is not None:
-        found.append(f"a swa_full_tokens_ratio above {given.swa_full_tokens_ratio}")
-    alone = Solver(problem, error.budget_bytes, {REQUESTS: 1})
-    if (
-        rows > 1
-        and "max_running_requests" not in str(error)
-        and alone.nbytes(alone.floor_tokens()) <= error.budget_bytes
-    ):
-        found.append(f"fewer than max_running_requests={rows}")
-    if of_requests >= missing:
-        found.append("a shorter context_length")
-    bits = dtypes.find(outline.request_pool.query.kv_dtype).bits
-    if of_tokens * (bits - LEAST_BITS) // bits >= missing:
-        found.append("a narrower kv_cache_dtype")
-    return found
+    return refuse_budget(error, budget, outline.device, outline.options.values, levers, works)
 
 
 def _asked(limit: int, workers: int) -> str:
@@ -357,7 +336,7 @@ class _Charge:
         cap, page = self.problem.cap_tokens, self.problem.page_size
         return limit if cap is None else max(1, min(limit, cap // page * page // MIN_TOKENS))
 
-    def within_states(self, limit: int, warnings: list[str]) -> int:
+    def within_states(self, limit: int, warnings: list[str], attempt: Attempt = nothing) -> int:
         """Return `limit`, or the most requests whose states have slots, with a warning."""
         each = dict(self.problem.spaces[REQUESTS].rule.at_most_of).get(STATE)
         if each is None:
@@ -367,12 +346,12 @@ class _Charge:
         if fits < limit:
             warnings.append(
                 f"max_running_requests: {_asked(limit, self.workers)}, {fits} fit, since a request may hold {each[1]} "
-                f"of the {slots} state slots; {self._more_states(limit, fits, each)}"
+                f"of the {slots} state slots; {self._more_states(limit, fits, each, attempt)}"
             )
         return min(limit, fits)
 
-    def _more_states(self, limit: int, fits: int, each: tuple[int, int]) -> str:
-        """Return how many requests states that the user states outright would serve in this memory."""
+    def _more_states(self, limit: int, fits: int, each: tuple[int, int], attempt: Attempt) -> str:
+        """Return how many requests states that the user states outright would serve in this memory, once tried."""
         spaces = self.problem.spaces
 
         def holds(requests: int) -> bool:
@@ -383,9 +362,11 @@ class _Charge:
             return _Charge(problem, self.budget_bytes, self.workers).nbytes(requests, MIN_TOKENS) <= self.budget_bytes
 
         served = largest(holds, fits, limit)
-        if served == fits:
-            return "a larger budget raises it"
         slots = -(-served * each[1] // each[0]) * self.workers
+        made = attempt({"max_state_slots": slots}) if served > fits else None
+        if made is None or made.spaces[REQUESTS] < served:
+            stated = not spaces[STATE].rule.shares  # then memory alone brings none
+            return f"a larger budget{' and max_state_slots together raise' if stated else ' raises'} it"
         return f"max_state_slots={slots} serves {'all' if served == limit else served} of them"
 
     def served(self, limit: int, tokens_each: int = MIN_TOKENS) -> int:
@@ -406,24 +387,26 @@ class _Charge:
         """Return `limit`, or the most requests whose states have slots and which have their tokens under the cap."""
         return self.within_cap(self.within_states(limit, []))
 
-    def refuse_tables(self, requests: int, asked: int) -> None:
+    def refuse_tables(self, requests: int, given: int, attempt: Attempt) -> None:
         """Refuse a limit whose tables do not fit beside one page per request.
 
-        `requests` are those of the `asked` that have states and tokens here; a larger budget may bring states for all.
+        `requests` are those that have states and tokens here, of the `given` of all workers; a larger budget may bring
+        states for all.
 
         Raises:
             BudgetError: always then; gives the bytes and the number that fits.
         """
-        page, spaces = self.problem.page_size, self.problem.spaces
+        page, spaces, asked = self.problem.page_size, self.problem.spaces, given // self.workers
         own = [b for b in self.problem.buffers if b.space == REQUESTS and b.memory == "device"]
         if not own or self.nbytes(requests, page) <= self.budget_bytes:
             return
         needed = self.least_budget(asked, page)
         wanted = _Charge(self.problem, needed, self.workers).served_states(asked)
         tables = sum(bytes_of(own, spaces, {REQUESTS: wanted}, self.problem.granularity_bytes))
-        fits = self.served(requests, max(MIN_TOKENS, page))
+        fits = most_requests(attempt, self.served(requests, max(MIN_TOKENS, page)), requests, self.workers)
+        some = f", {wanted * self.workers} of them served," if wanted < asked else ""
         raise BudgetError(
-            f"max_running_requests={wanted * self.workers} needs {needed:,} bytes with one page per request "
+            f"max_running_requests={given}{some} needs {needed:,} bytes with one page per request "
             f"({tables:,} of them what each request keeps: tables, draft snapshots), but the budget is {self.budget_bytes:,} bytes; "
             + (f"max_running_requests={fits * self.workers} fits" if fits else "not one request fits"),
             needed_bytes=needed,

@@ -158,7 +158,7 @@ def conversion_warnings(device: DeviceInfo, buffers: Iterable[Buffer]) -> tuple[
         return ()
     return (
         f"{device.name} has no floats of 8 bits, so each read and write of {', '.join(found)} is converted in software: "
-        "that saves memory and costs time; kv_cache_dtype=bfloat16 needs no conversion",
+        "that saves memory and costs time",
     )
 
 

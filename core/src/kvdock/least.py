@@ -68,7 +68,7 @@ class _Search:
 
     def _at(self, budget_bytes: int) -> CachePlan | None:
         try:
-            return self.plan.replan(budget_bytes, self.cap_tokens)
+            return self.plan.sized_for(budget_bytes, self.cap_tokens)
         except KVDockError:
             return None
 

@@ -7,6 +7,7 @@ import msgspec
 from kvdock.demand import DECODE_REQUESTS_WITH_EXTRA, decode_extra_rows, state_slots_per_request, states_in_use
 from kvdock.families.groups import window_pages
 from kvdock.layout import DEVICE, REQUESTS, STATE, Space
+from kvdock.levers import Attempt, nothing, roomier_dtype
 from kvdock.outline import Outline
 from kvdock.sizing import Problem, Solution, Solver, largest
 from kvdock.unified.geometry import Line
@@ -14,7 +15,6 @@ from kvdock.unified.geometry import Line
 LARGER_BUDGET = "a larger budget"
 CAP = "max_total_tokens"
 TABLE_SHARE = "request_table_share"
-CHEAPER_TOKENS = (LARGER_BUDGET, "a narrower kv_cache_dtype", "more ranks")
 
 
 class Limit(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,16 +31,17 @@ class Limit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find_limits(
-    outline: Outline, problem: Problem, budget_bytes: int, solution: Solution, tokens: int
+    outline: Outline, problem: Problem, budget_bytes: int, solution: Solution, tokens: int, attempt: Attempt = nothing
 ) -> tuple[Limit, ...]:
     """Return the limits on tokens, requests, the tokens of one request, state slots, and requests that arrive.
 
-    The last two only where a cache has states or a role in which requests arrive.
+    The last two only where a cache has states or a role in which requests arrive. `attempt` tries what would raise them.
     """
+    more_tokens = _raises_tokens(outline, solution.bound, tokens, attempt)
     found = [
-        _token_limit(outline, solution, tokens),
-        _request_limit(outline, Solver(problem, budget_bytes), solution),
-        _length_limit(outline, solution, tokens),
+        _token_limit(outline, solution, tokens, more_tokens),
+        _request_limit(outline, Solver(problem, budget_bytes), solution, more_tokens),
+        _length_limit(outline, solution, tokens, more_tokens),
     ]
     if STATE in outline.spaces:
         found.append(_state_limit(outline, solution))
@@ -66,13 +67,13 @@ def limit_warnings(limits: tuple[Limit, ...]) -> list[str]:
     return found
 
 
-def _token_limit(outline: Outline, solution: Solution, tokens: int) -> Limit:
+def _token_limit(outline: Outline, solution: Solution, tokens: int, raised_by: tuple[str, ...]) -> Limit:
     return Limit(
         name="tokens",
         requested=outline.given.max_total_tokens,
         effective=tokens,
         factor=_token_factor(outline, solution, tokens),
-        raised_by=_raises_tokens(outline, solution.bound),
+        raised_by=raised_by,
     )
 
 
@@ -86,7 +87,7 @@ def _token_factor(outline: Outline, solution: Solution, tokens: int) -> str:
     return " · ".join([CAP, *(f"{name} ({factor})" for name, factor in factors.items() if factor > 1)])
 
 
-def _raises_tokens(outline: Outline, bound: str) -> tuple[str, ...]:
+def _raises_tokens(outline: Outline, bound: str, tokens: int, attempt: Attempt) -> tuple[str, ...]:
     """Return what lets a cache hold more tokens, by what stopped their growth."""
     if bound in (CAP, "host_budget_bytes", "cap_tokens"):
         return (bound,)
@@ -97,12 +98,14 @@ def _raises_tokens(outline: Outline, bound: str) -> tuple[str, ...]:
     if bound != "budget":
         return ("more ranks",)
     ratio = any("swa_full_tokens_ratio" in space.options for space in outline.spaces.values())
-    return (*CHEAPER_TOKENS, *(("swa_full_tokens_ratio",) if ratio else ()))
+    dtype = roomier_dtype(outline, attempt, lambda made: made.max_total_num_tokens > tokens)
+    found = (LARGER_BUDGET, dtype, "more ranks", "swa_full_tokens_ratio" if ratio else None)
+    return tuple(filter(None, found))
 
 
-def _request_limit(outline: Outline, solver: Solver, solution: Solution) -> Limit:
+def _request_limit(outline: Outline, solver: Solver, solution: Solution, more_tokens: tuple[str, ...]) -> Limit:
     requests = solution.sizes[REQUESTS]
-    factor, raised_by = _request_factor(outline, solver, solution)
+    factor, raised_by = _request_factor(outline, solver, solution, more_tokens)
     given = outline.given.max_running_requests is not None
     return Limit(
         name="requests",
@@ -113,14 +116,16 @@ def _request_limit(outline: Outline, solver: Solver, solution: Solution) -> Limi
     )
 
 
-def _request_factor(outline: Outline, solver: Solver, solution: Solution) -> tuple[str, tuple[str, ...]]:
+def _request_factor(
+    outline: Outline, solver: Solver, solution: Solution, more_tokens: tuple[str, ...]
+) -> tuple[str, tuple[str, ...]]:
     """Return what stops the growth of the requests, and what would let them grow."""
     space = outline.spaces[REQUESTS]
     requests, caps = solution.sizes[REQUESTS], dict(space.rule.at_most_of)
     if STATE in caps and requests == solution.sizes[STATE] * caps[STATE][0] // caps[STATE][1]:
         return f"state slots // {caps[STATE][1]}", _raises_states(outline)
     if requests * 2 + 1 >= solution.tokens:
-        return "tokens // 2", _raises_tokens(outline, solution.bound)
+        return "tokens // 2", more_tokens
     if outline.given.max_running_requests is not None:
         if requests < space.rule.fixed:
             return "other ranks", ("more memory on the rank that binds",)
@@ -149,7 +154,7 @@ def _raises_states(outline: Outline) -> tuple[str, ...]:
     return ("max_running_requests (states then follow it)", "state_memory_ratio", LARGER_BUDGET)
 
 
-def _length_limit(outline: Outline, solution: Solution, tokens: int) -> Limit:
+def _length_limit(outline: Outline, solution: Solution, tokens: int, more_tokens: tuple[str, ...]) -> Limit:
     context = outline.options.values.context_length or outline.model.context_length
     tokens = _longest(outline, solution, context, tokens)
     fits = context <= tokens
@@ -158,7 +163,7 @@ def _length_limit(outline: Outline, solution: Solution, tokens: int) -> Limit:
         requested=context,
         effective=min(context, tokens),
         factor="context_length" if fits else "tokens",
-        raised_by=("context_length",) if fits else _raises_tokens(outline, solution.bound),
+        raised_by=("context_length",) if fits else more_tokens,
     )
 
 

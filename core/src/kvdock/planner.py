@@ -12,10 +12,11 @@ from kvdock.budget import Budget, check_bytes, find_budget, late_slack_bytes
 from kvdock.cells import cell_warnings
 from kvdock.costs import Costs, SlotCost, bytes_per_token, find_costs, kv_bytes_held, slots_held
 from kvdock.device import GIVEN_BUDGET, DeviceInfo, budget_device
-from kvdock.errors import PlanError
+from kvdock.errors import KVDockError, PlanError
 from kvdock.fitting import Agreement, Fitted, Vector, fit, replay
 from kvdock.hardware import conversion_warnings
 from kvdock.layout import MAX_SLOTS, REQUESTS, Buffer
+from kvdock.levers import Attempt, nothing
 from kvdock.limits import Limit, find_limits, limit_warnings
 from kvdock.model import ModelSpec
 from kvdock.options import CacheOptions, Parallelism, ResolvedOptions, draft_parallels
@@ -149,6 +150,17 @@ class CachePlan(msgspec.Struct, frozen=True, kw_only=True):
             BudgetError: nothing useful fits; `self` stays as it is.
             PlanError: ranks have to agree, and no `group` is given.
         """
+        return self._sized_again(budget_bytes, cap_tokens, group, suggests=True)
+
+    def sized_for(self, budget_bytes: int, cap_tokens: int | None = None) -> CachePlan:
+        """Return what `replan` does, without its suggestions: an error says what is lacking alone.
+
+        Raises:
+            BudgetError: nothing useful fits.
+        """
+        return self._sized_again(budget_bytes, cap_tokens, None, suggests=False)
+
+    def _sized_again(self, budget_bytes: int, cap_tokens: int | None, group: Any, suggests: bool) -> CachePlan:
         from kvdock.ranks import agree_over
 
         if group is None and self.agreement.ranks > 1:
@@ -165,7 +177,7 @@ class CachePlan(msgspec.Struct, frozen=True, kw_only=True):
             if outline.device.source == GIVEN_BUDGET:
                 outline = msgspec.structs.replace(outline, device=budget_device(budget_bytes))
             budget = find_budget(outline.device, self.options.values, budget_bytes, None)
-            asked = Asked(cap_tokens=cap_tokens, rank=rank, ranks=ranks)
+            asked = Asked(cap_tokens=cap_tokens, rank=rank, ranks=ranks, suggests=suggests)
             return (yield from _sized(outline, budget, asked))
 
         sized = replay(steps(), ()) if group is None else agree_over(group, steps)
@@ -240,7 +252,8 @@ def _check_count(name: str, value: int) -> None:
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
     """What is asked of one rank's memory: a budget outright, or what else takes the device's; and a cap on tokens.
 
-    `rank` of `ranks` is the place among the ranks that are sized together.
+    `rank` of `ranks` is the place among the ranks that are sized together. `suggests`: messages name what would help,
+    each tried by planning again; false where nobody reads them.
     """
 
     budget_bytes: int | None = None
@@ -250,6 +263,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     cap_tokens: int | None = None
     rank: int = 0
     ranks: int = 1
+    suggests: bool = True
 
 
 def plan_from(
@@ -264,10 +278,11 @@ def plan_from(
     weights_source: str = "",
     reserve_bytes: int | None = None,
     cap_tokens: int | None = None,
+    suggests: bool = True,
 ) -> CachePlan:
     """Plan the cache of a target model (first) and its drafts on one rank. Pure: nothing is read or changed.
 
-    `cap_tokens` is the most tokens to plan for, beside the user's own `max_total_tokens`.
+    `cap_tokens` is the most tokens to plan for, beside the user's own `max_total_tokens`; `suggests` as in `Asked`.
 
     Raises:
         PlanError, BudgetError, UnsupportedCombination, PluginError: what cannot be served, and what would work.
@@ -278,6 +293,7 @@ def plan_from(
         weights_source=weights_source,
         reserve_bytes=reserve_bytes,
         cap_tokens=cap_tokens,
+        suggests=suggests,
     )
     return replay(plan_steps(models, device, options, parallel, registry, asked), ())
 
@@ -312,21 +328,62 @@ def plan_steps(
 
 
 def _sized(outline: Outline, budget: Budget, asked: Asked) -> PlanSteps:
-    fitted = yield from fit(outline, budget, asked.cap_tokens, asked.rank, asked.ranks)
-    warnings = [*outline.warnings, *cell_warnings(outline), *conversion_warnings(outline.device, outline.buffers)]
+    def again(change: dict[str, Any]) -> CachePlan | None:
+        return _attempt(outline, budget, asked, change)
+
+    attempt = again if asked.suggests else nothing
+    fitted = yield from fit(outline, budget, asked.cap_tokens, asked.rank, asked.ranks, attempt)
+    warnings = [*outline.warnings, *cell_warnings(outline), *_conversions(outline, attempt)]
     if budget.base == "fraction" and outline.device.index is None and not budget.weights_bytes:
         warnings.append(
             f"no weights are taken off the memory of {outline.device.name}; give weights_bytes (--weights), "
             "what they take on this rank"
         )
-    plan = _assemble(outline, budget, fitted, warnings, asked.cap_tokens)
+    plan = _assemble(outline, budget, fitted, warnings, asked.cap_tokens, attempt)
     if outline.options.values.strict and plan.warnings:
         raise PlanError(f"strict planning refuses warnings: {'; '.join(plan.warnings)}")
     return plan
 
 
+def _attempt(outline: Outline, budget: Budget, asked: Asked, change: dict[str, Any]) -> CachePlan | None:
+    """Return the plan of this rank alone with options changed, or ``None``; nothing is suggested for it in turn."""
+    try:
+        given = msgspec.structs.replace(outline.given, **change)
+        sizes = draft_parallels(given, outline.parallel, len(outline.models))
+        other = draw_outline(outline.models, outline.device, given, sizes, outline.registry)
+        if budget.base != "given":
+            budget = find_budget(
+                outline.device,
+                other.options.values,
+                None,
+                budget.weights_bytes,
+                weights_source=budget.weights_source,
+                reserve_bytes=budget.reserve_bytes,
+                least_slack_bytes=late_slack_bytes(other.request_pool.query),
+            )
+        return replay(_sized(other, budget, Asked(cap_tokens=asked.cap_tokens, suggests=False)), ())
+    except KVDockError:
+        return None
+
+
+def _conversions(outline: Outline, attempt: Attempt) -> tuple[str, ...]:
+    found = conversion_warnings(outline.device, outline.buffers)
+    if not found or attempt({"kv_cache_dtype": PLAIN}) is None:
+        return found
+    return tuple(f"{text}; kv_cache_dtype={PLAIN} needs no conversion" for text in found)
+
+
+PLAIN = "bfloat16"
+"""The type of keys and values that every device reads without conversion."""
+
+
 def _assemble(
-    outline: Outline, budget: Budget, fitted: Fitted, warnings: list[str], cap_tokens: int | None
+    outline: Outline,
+    budget: Budget,
+    fitted: Fitted,
+    warnings: list[str],
+    cap_tokens: int | None,
+    attempt: Attempt,
 ) -> CachePlan:
     problem, solution = fitted.problem, fitted.solution
     sizes = solution.sizes
@@ -334,7 +391,7 @@ def _assemble(
     is_shared = outline.line(sizes) is not None  # then the numbering counts what others may take as well
     tokens = solution.tokens if is_shared or outline.numbering is None else sizes[outline.numbering]
     visible = tokens * outline.parallel.dcp_size
-    limits = find_limits(outline, problem, fitted.budget.nbytes, solution, visible)
+    limits = find_limits(outline, problem, fitted.budget.nbytes, solution, visible, attempt)
     engine = outline.allocators[-1] if outline.allocators else None
     in_groups = {choice.name for choice in outline.pools}
     return CachePlan(

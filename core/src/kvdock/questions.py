@@ -20,6 +20,7 @@ from kvdock.errors import KVDockError, PlanError
 from kvdock.explain import window_policy
 from kvdock.layout import FULL, MAX_SLOTS, STATE, SWA, round_up
 from kvdock.least import MOST_BYTES, least_budget
+from kvdock.levers import NARROWER
 from kvdock.options import Parallelism
 from kvdock.planner import CachePlan, plan_from
 from kvdock.sizing import token_factors
@@ -28,8 +29,6 @@ from kvdock.weights import weights_of
 MOST_RANKS = 64
 MOST_FRACTIONS = 20
 """Thousandths that are tried for mem_fraction_static from the least that leaves the smallest budget."""
-NARROWER = ("float8_e4m3fn", "nvfp4", "float4_e2m1fn_x2")
-"""Values of kv_cache_dtype that are tried in place of a wider one, the widest first."""
 
 
 class SpaceNeed(msgspec.Struct, frozen=True, kw_only=True):
@@ -278,6 +277,7 @@ def again(
         weights_source=asked.weights_source,
         reserve_bytes=asked.reserve_bytes or None,
         cap_tokens=plan.cap_tokens,
+        suggests=False,
     )
 
 
@@ -309,7 +309,9 @@ def _ample(plan: CachePlan, change: dict[str, Any]) -> CachePlan:
     outline = plan.outline
     room = msgspec.structs.replace(outline.device, free_bytes=MOST_BYTES, free_before_load_bytes=MOST_BYTES)
     options = msgspec.structs.replace(outline.given, **{**change, "mem_fraction_static": None})
-    return plan_from(outline.models, room, options, plan.parallel, outline.registry, budget_bytes=MOST_BYTES)
+    return plan_from(
+        outline.models, room, options, plan.parallel, outline.registry, budget_bytes=MOST_BYTES, suggests=False
+    )
 
 
 def _remedies(
