@@ -15,6 +15,7 @@ from kvdock_dsv4.pools import router  # noqa: E402
 
 ONLINE = {"plugin_options": {"dsv4": {"online_compress": True}}}
 SPECULATIVE = {"speculative_algorithm": "EAGLE", "speculative_num_steps": 3, "speculative_topk": 1}
+TIERS = {"hisparse": True, "hisparse_top_k": 48}
 TIGHT = {"page_size": 128, "swa_full_tokens_ratio": 0.6}
 
 
@@ -37,11 +38,25 @@ def arrivals(count, seed, prompt=400, output=80):
         SPECULATIVE,
         ONLINE,
         {"plugin_options": {"dsv4": {"fp4_indexer": True, "state_dtype": "bfloat16"}}},
-        {"hisparse": True, "hisparse_top_k": 48},
+        TIERS,
         {"role": "decode", "decode_extra_slots": 2, "max_running_requests": 2},
         {"role": "decode", "decode_extra_slots": 2, "max_running_requests": 2, **ONLINE},
+        {"role": "decode", "decode_extra_slots": 2, "max_running_requests": 2, **TIERS},
+        {"role": "decode", "decode_extra_slots": 2, "max_running_requests": 2, **TIERS, **SPECULATIVE},
+        {"role": "prefill", **TIERS},
     ],
-    ids=["plain", "speculation", "online", "narrow", "tiers", "decode", "decode-online"],
+    ids=[
+        "plain",
+        "speculation",
+        "online",
+        "narrow",
+        "tiers",
+        "decode",
+        "decode-online",
+        "decode-tiers",
+        "decode-tiers-speculation",
+        "prefill-tiers",
+    ],
 )
 def test_what_is_read_back_is_what_was_written(cache, tiny, options):
     found = cache(tiny, 5 * 2**20, **TIGHT, **options)
@@ -50,6 +65,7 @@ def test_what_is_read_back_is_what_was_written(cache, tiny, options):
     assert (report.finished, report.unfinished) == (14, 0)
     assert report.checks > 5_000
     assert (report.rollbacks > 0) == ("speculative_algorithm" in options)
+    assert report.received == (14 if options.get("role") == "decode" else 0)
 
 
 def test_requests_are_swapped_out_and_come_back_whole(cache, tiny):
