@@ -113,9 +113,7 @@ def among_new_pages(tails: TailGrowth, pages: torch.Tensor) -> torch.Tensor:
     return spread.scatter_(0, lengths.to_device(tails.positions(), pages.device), pages)
 
 
-def sliding_share(
-    growth: Growth, tails: TailGrowth | None, owners: Sequence[Any] | None, debug: bool
-) -> Share:
+def sliding_share(growth: Growth, tails: TailGrowth | None, owners: Sequence[Any] | None, debug: bool) -> Share:
     """Return the pages that lie beside the new ones of a batch: of its tails alone, or without any of all."""
     sliding = tails or growth
     named = lengths.owners_of_pages(owners, sliding.new_pages) if owners is not None and debug else None
