@@ -260,9 +260,8 @@ class Walk(RuleBasedStateMachine):
         rows = self.rows.available_to_arrive() if self.receives else 0
         if not rows or (side == "device" and not self.tiers) or -(-tokens // PAGE) > self.room():
             return
-        inner, method = self.allocator.parts.allocators.get(side, self.rows), "alloc_pages"
-        before, method = self.counts(), {"full": "alloc_extend", "requests": "write"}.get(side, method)
-        with broken(inner, method):
+        part, before = self.allocator.parts.allocators.get(side, self.rows), self.counts()
+        with broken(part, {"full": "alloc_extend", "requests": "write"}.get(side, "alloc_pages")):
             self.cache.admit("nobody", tokens, arriving=True)
         assert self.counts() == before
         assert (self.rows.available_to_arrive(), self.rows.row_of("nobody")) == (rows, None)
