@@ -91,6 +91,7 @@ FEATURES = {
     "nvfp4": {"kv_cache_dtype": "nvfp4"},
     "mxfp8": {"kv_cache_dtype": "mxfp8"},
     "hisparse": {"hisparse": True},
+    "hisparse, decode role": {"hisparse": True, "role": "decode"},
     "speculation": EAGLE,
     "no_kv": NO_KV,
     "no_kv, device able": NO_KV,

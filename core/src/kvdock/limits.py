@@ -6,7 +6,7 @@ import msgspec
 
 from kvdock.demand import DECODE_REQUESTS_WITH_EXTRA, decode_extra_rows, state_slots_per_request, states_in_use
 from kvdock.families.groups import window_pages
-from kvdock.layout import DEVICE, REQUESTS, STATE, Space
+from kvdock.layout import DEVICE, FULL, REQUESTS, STATE, Space
 from kvdock.levers import Attempt, nothing, roomier_dtype
 from kvdock.outline import Outline
 from kvdock.sizing import Problem, Solution, Solver, largest
@@ -15,6 +15,8 @@ from kvdock.unified.geometry import Line
 LARGER_BUDGET = "a larger budget"
 CAP = "max_total_tokens"
 TABLE_SHARE = "request_table_share"
+HOST_TIER_CAPS = {DEVICE: "device slots", FULL: "tokens"}
+"""Space that bounds the requests of a cache with a host tier → its word: the device has a buffer for each that runs."""
 
 
 class Limit(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,8 +132,9 @@ def _request_factor(
         if requests < space.rule.fixed:
             return "other ranks", ("more memory on the rank that binds",)
         return "max_running_requests", ("max_running_requests",)
-    if DEVICE in caps and requests == solution.sizes[DEVICE] * caps[DEVICE][0] // caps[DEVICE][1]:
-        return f"device slots // {caps[DEVICE][1]}", ("hisparse_device_buffer_size (a smaller one)", LARGER_BUDGET)
+    for name, what in HOST_TIER_CAPS.items():
+        if name in caps and requests == solution.sizes[name] * caps[name][0] // caps[name][1]:
+            return f"{what} // {caps[name][1]}", ("hisparse_device_buffer_size (a smaller one)", LARGER_BUDGET)
     if requests < space.rule.at_least:
         share = _binding_share(solver, space)
         shorter = ("context_length (a shorter one)",) if share == TABLE_SHARE else ()

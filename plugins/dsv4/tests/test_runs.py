@@ -9,12 +9,13 @@ torch.set_num_threads(1)
 
 from kvdock.testing.driver import drive  # noqa: E402
 from kvdock.testing.trace import Arrival  # noqa: E402
-from kvdock.testing.values import WrongValue  # noqa: E402
+from kvdock.testing.values import RunError, WrongValue  # noqa: E402
 from kvdock_dsv4 import trace  # noqa: E402
 from kvdock_dsv4.pools import router  # noqa: E402
 
 ONLINE = {"plugin_options": {"dsv4": {"online_compress": True}}}
 SPECULATIVE = {"speculative_algorithm": "EAGLE", "speculative_num_steps": 3, "speculative_topk": 1}
+TIERS = {"hisparse": True, "hisparse_top_k": 48}
 TIGHT = {"page_size": 128, "swa_full_tokens_ratio": 0.6}
 
 
@@ -37,11 +38,25 @@ def arrivals(count, seed, prompt=400, output=80):
         SPECULATIVE,
         ONLINE,
         {"plugin_options": {"dsv4": {"fp4_indexer": True, "state_dtype": "bfloat16"}}},
-        {"hisparse": True, "hisparse_top_k": 48},
+        TIERS,
         {"role": "decode", "decode_extra_slots": 2, "max_running_requests": 2},
         {"role": "decode", "decode_extra_slots": 2, "max_running_requests": 2, **ONLINE},
+        {"role": "decode", "decode_extra_slots": 2, "max_running_requests": 2, **TIERS},
+        {"role": "decode", "decode_extra_slots": 2, "max_running_requests": 2, **TIERS, **SPECULATIVE},
+        {"role": "prefill", **TIERS},
     ],
-    ids=["plain", "speculation", "online", "narrow", "tiers", "decode", "decode-online"],
+    ids=[
+        "plain",
+        "speculation",
+        "online",
+        "narrow",
+        "tiers",
+        "decode",
+        "decode-online",
+        "decode-tiers",
+        "decode-tiers-speculation",
+        "prefill-tiers",
+    ],
 )
 def test_what_is_read_back_is_what_was_written(cache, tiny, options):
     found = cache(tiny, 5 * 2**20, **TIGHT, **options)
@@ -50,6 +65,7 @@ def test_what_is_read_back_is_what_was_written(cache, tiny, options):
     assert (report.finished, report.unfinished) == (14, 0)
     assert report.checks > 5_000
     assert (report.rollbacks > 0) == ("speculative_algorithm" in options)
+    assert report.received == (14 if options.get("role") == "decode" else 0)
 
 
 def test_requests_are_swapped_out_and_come_back_whole(cache, tiny):
@@ -66,10 +82,33 @@ def test_online_states_of_requests_that_are_swapped_out_come_back(cache, tiny):
     assert report.preemptions > 0 and report.finished == 4
 
 
-def test_a_run_that_is_cut_short_leaves_nothing(cache, tiny):
-    found = cache(tiny, 5 * 2**20, **TIGHT)
+@pytest.mark.parametrize("options", [{}, {"role": "decode", **TIERS}], ids=["plain", "decode-tiers"])
+def test_a_run_that_is_cut_short_leaves_nothing(cache, tiny, options):
+    found = cache(tiny, 5 * 2**20, **TIGHT, **options)
     report = drive(found, arrivals(20, seed=5), seed=6, max_steps=30)
     assert report.problems == () and report.unfinished > 0
+
+
+@pytest.mark.parametrize("method", ["offload", "set_host_kv_buffer"])
+def test_a_run_finds_rows_that_did_not_come_to_the_host(cache, tiny, monkeypatch, method):
+    found = cache(tiny, 5 * 2**20, **TIGHT, **TIERS, role="decode")
+    monkeypatch.setattr(found.pools["c4"], method, lambda *given: None)
+    with pytest.raises(WrongValue, match="the compressed row in slot"):
+        drive(found, arrivals(14, seed=1), seed=2)
+
+
+def test_a_run_finds_rows_of_the_window_that_are_not_on_the_device(cache, tiny, monkeypatch):
+    found = cache(tiny, 5 * 2**20, **TIGHT, **TIERS, role="decode")
+    monkeypatch.setattr(found.token_to_kv_pool_allocator, "translate_to_device", torch.zeros_like)
+    with pytest.raises(RunError, match=r"slot \d+ did not leave the window, but its rows are not on the device"):
+        drive(found, arrivals(14, seed=1), seed=2)
+
+
+def test_requests_that_arrived_are_swapped_out_and_come_back_whole(cache, tiny):
+    found = cache(tiny, 1_200_000, **TIGHT, **TIERS, max_running_requests=3, role="decode", decode_extra_slots=1)
+    report = drive(found, arrivals(6, seed=3, prompt=300, output=400), seed=4)
+    assert report.problems == ()
+    assert report.preemptions > 0 and report.finished == 6
 
 
 @pytest.mark.parametrize("wrong", ["ring", "group", "row"])

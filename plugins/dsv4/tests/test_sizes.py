@@ -98,6 +98,8 @@ def test_stages_number_their_slots_alike_and_own_their_layers(plan, flash):
         SPECULATIVE | {"plugin_options": ONLINE},
         {"role": "decode"},
         {"role": "prefill"},
+        {"role": "decode", "hisparse": True, "hisparse_top_k": 64},
+        {"role": "decode", "hisparse": True, "hisparse_top_k": 64, "decode_extra_slots": 9},
         {"page_size": 128},
         {"page_size": 512},
     ],

@@ -56,19 +56,49 @@ def test_requests_are_no_more_than_buffers(plan, small):
     assert found.max_running_requests == 8192 // each == 3
 
 
+def test_requests_that_arrive_have_the_rows_of_their_window_on_the_device(plan, small):
+    # G-04: 8 · 8,192 tokens, 1 of 8 of them for those that run; then 5 · 2 pages of 64 rows, all of them beside it
+    options = {"hisparse": True, "hisparse_top_k": 1024, "hisparse_device_buffer_size": 2048, "page_size": 256}
+    model = small | {"max_position_embeddings": 8192}
+    found = plan(model, 2**28, max_total_tokens=8192 * 8, role="decode", decode_extra_slots=5, **options)
+    assert found.spaces["device"] == 8192 + 5 * 2 * 64
+    assert found.max_running_requests == 8192 // (2048 + 512 // 4) == 3
+    limit = next(limit for limit in found.limits if limit.name == "requests")
+    assert (limit.factor, limit.raised_by[0]) == ("tokens // 17408", "hisparse_device_buffer_size (a smaller one)")
+    kept = {b.name: b for g in found.groups if g.name == "c4" for b in g.buffers}
+    # Two layers; a row is 64 + 2 · 16 + 8 bytes, a page of 64 of them is padded to whole rows of 96 columns.
+    page = -(-64 * 104 // 96) * 96
+    assert kept["kv"].nbytes == 2 * page * (8192 // 64 + 5 * 2 + 1)
+    # The host has a row for each group of 4 tokens, whoever they are, and the padding page.
+    assert kept["kv_host"].nbytes == 2 * page * (8192 * 8 // 4 // 64 + 1)
+    table = next(b for b in found.tables if b.name == "req_to_device_buffer")
+    assert table.shape == (3 + 5 + 1, 2048)
+
+
+def test_arrivals_take_nothing_from_other_roles(plan, flash):
+    def slots(**options):
+        found = plan(
+            flash, max_total_tokens=2**20, budget_bytes=GIB40, max_running_requests=8, hisparse=True, **options
+        )
+        return found.spaces["device"], found.spaces["c4"], found.max_running_requests
+
+    device, compressed, requests = slots()
+    assert (device, compressed, requests) == (2**20 // 8, 2**20 // 4, 8)
+    assert slots(role="prefill") == (device, compressed, requests)
+    assert slots(role="decode") == (device + 16 * 2 * 64, compressed, requests)  # twice the requests may arrive
+    assert slots(role="decode", decode_extra_slots=0) == (device, compressed, requests)
+
+
 def test_what_is_not_served_with_tiers_is_refused(plan, small):
-    with pytest.raises(UnsupportedCombination, match="no place on the device for prompts that arrive"):
-        plan(small, max_running_requests=2, role="decode", **TIERS)
     with pytest.raises(UnsupportedCombination, match="hisparse"):
         no_index = small | {"compress_ratios": [0, 128, 128, 0]}
         plan(no_index, max_running_requests=2, **TIERS)
 
 
 def test_the_wrapper_forwards_every_capability(tiered):
-    # whatever the logical allocator offers, but for tails, which only decode workers take
+    # whatever the logical allocator offers
     offered = {name for name, _ in inspect.getmembers(DSV4Allocator, callable) if not name.startswith("_")}
-    missing = {name for name in offered if not hasattr(DSV4HiSparseAllocator, name)}
-    assert missing == {"alloc_extend_swa_tail", "swa_pages_needed"}
+    assert not {name for name in offered if not hasattr(DSV4HiSparseAllocator, name)}
     allocator = tiered.token_to_kv_pool_allocator
     assert (allocator.page_size, allocator.device.page_size) == (256, 64)
     assert not {name for name in vars(allocator.logical) if not name.startswith("_")} - set(vars(allocator))
@@ -99,6 +129,78 @@ def test_rows_are_on_the_device_until_their_tokens_leave_the_window(tiered):
     assert tiered.token_to_kv_pool_allocator.device_available_size() == free + 64
     assert pool.read_host(C4, loc).equal(written)
     assert pool.read_kv(C4, loc[64:])[0].equal(written[64:])
+
+
+@pytest.fixture
+def decoding(cache):
+    return cache(budget_bytes=2**23, max_running_requests=2, role="decode", decode_extra_slots=3, **TIERS)
+
+
+def test_a_prompt_arrives_on_the_host_and_the_rows_of_its_window_on_the_device_too(decoding):
+    allocator = decoding.token_to_kv_pool_allocator
+    full, device = allocator.full_available_size(), allocator.device_available_size()
+    # 1,300 tokens are 6 pages; the newest 128 lie on pages 4 and 5: tokens from 1,024, rows from 256.
+    assert allocator.swa_pages_needed([0], [1300], [128]) == 2
+    slots = decoding.admit("a", 1300, arriving=True)
+    loc = decoding.token_to_kv_pool.translate_loc_from_full_to_compressed(slots, 4)
+    loc, pool = loc[loc >= 0], decoding.pools["c4"]
+    assert full - allocator.full_available_size() == 6 * 256
+    assert device - allocator.device_available_size() == 2 * 64
+    assert pool.resident(loc).tolist() == [False] * 256 + [True] * 69
+
+    rows = torch.randn(325, 1, 80, generator=torch.Generator().manual_seed(1)).bfloat16()
+    pool.set_host_kv_buffer(C4, loc, rows)
+    arrived = pool.read_host(C4, loc)
+    assert arrived.equal(write(pool, loc, seed=1)) is False  # what is not resident was not written there
+    pool.parts.tensors.rows("kv", C4).zero_()
+    pool.swap_in(loc, pool.row_slots(loc), C4)
+    assert pool.read_kv(C4, loc[256:])[0].equal(arrived[256:])
+    assert (arrived - rows).abs().max() < 0.3  # 8 bits
+
+    assert decoding.req_to_token_pool.start(["a"]) is not None
+    decoding.evict(["a"], [1280])  # page 4 left the window
+    assert device - allocator.device_available_size() == 64
+    decoding.release("a")
+    assert allocator.device_available_size() == device
+    decoding.check(held=torch.zeros(0, dtype=torch.int64))
+
+
+def test_rows_that_arrive_are_refused_where_they_do_not_fit(decoding):
+    pool, loc = decoding.pools["c4"], torch.tensor([64])
+    before = pool.parts.tensors.rows("kv_host", C4).clone()
+    with pytest.raises(SlotError, match=r"layer 1: values of shape \[1, 1, 79\]"):
+        pool.set_host_kv_buffer(C4, loc, torch.zeros(1, 1, 79))
+    with pytest.raises(SlotError, match="layer 2"):
+        pool.set_host_kv_buffer(2, loc, torch.zeros(1, 1, 80))
+    assert pool.parts.tensors.rows("kv_host", C4).equal(before)
+
+
+def test_rows_of_requests_that_arrive_have_buffers_of_their_own(decoding):
+    allocator, table = decoding.token_to_kv_pool_allocator, decoding.req_to_token_pool
+    for name in "abcde":
+        decoding.admit(name, 300, arriving=True)
+    assert decoding.admit("f", 300, arriving=True) is None  # two that run, three that arrive
+    assert allocator.req_to_device_buffer.shape == (5 + 1, 128)
+    last = table.row_of("e")
+    slots = allocator.alloc_device_buffer("e")
+    assert allocator.req_to_device_buffer[last].equal(slots)
+    for name in "abcde":
+        decoding.release(name)
+    assert allocator.device_available_size() == allocator.device.size
+
+
+def test_a_short_device_refuses_the_tail_alone(decoding):
+    allocator = decoding.token_to_kv_pool_allocator
+    taken = allocator.device.alloc(allocator.device_available_size() - 2 * 64)
+    assert decoding.admit("a", 2048, arriving=True) is not None  # 8 pages, 1 of them the tail
+    assert [(s.space, s.missing) for s in allocator.shortfall(8, 2)] == [("device", 7 * 64)]
+    assert [(s.space, s.missing) for s in allocator.shortfall(8, 2, 2)] == [("device", 64)]
+    before = allocator.full_available_size(), allocator.swa_available_size()
+    assert decoding.admit("b", 1300, arriving=True) is None
+    assert (allocator.full_available_size(), allocator.swa_available_size()) == before
+    decoding.release("a")
+    allocator.device.free(taken)
+    decoding.check(held=torch.zeros(0, dtype=torch.int64))
 
 
 def test_a_buffer_brings_rows_back_and_goes_with_its_request(tiered):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kvdock.allocators import lengths, window
 from kvdock.allocators.base import Shortfall
 from kvdock.allocators.debug import held_pages
-from kvdock.allocators.mapped import MappedAllocator, Share
+from kvdock.allocators.mapped import MappedAllocator
 from kvdock.allocators.ring import Journal, Mark
 from kvdock.errors import BuildError, SlotError
 from kvdock.layout import FULL, SWA, Buffer, Unit
@@ -137,7 +137,8 @@ class SWAAllocator(MappedAllocator):
         growth = lengths.decode_growth(seq_lens_cpu, self.page_size)
         self.verify_growth(growth, {"seq_lens": seq_lens, "last_loc": last_loc}, owners)
         batch = (seq_lens, seq_lens_cpu, last_loc, owners)
-        return self._grown(growth, lambda: self.full.alloc_decode(*batch), self._share(growth, None, owners))
+        share = window.sliding_share(growth, None, owners, self.parts.debug)
+        return self._grown(growth, lambda: self.full.alloc_decode(*batch), share)
 
     def translate(self, loc: torch.Tensor) -> torch.Tensor:
         """Return the sliding slots of full slots: −1 for −1, 0 where the sliding page is not there."""
@@ -275,14 +276,8 @@ class SWAAllocator(MappedAllocator):
         tails = None if swa_tail_lens is None else window.tail_growth(growth, swa_tail_lens)
         on_device = {"prefix_lens": prefix_lens, "seq_lens": seq_lens, "last_loc": last_loc}
         self.verify_growth(growth, on_device, owners)
-        share = self._share(growth, tails, owners)
+        share = window.sliding_share(growth, tails, owners, self.parts.debug)
         return self._grown(growth, lambda: self.full.alloc_extend(*batch, owners), share)
-
-    def _share(self, growth: lengths.Growth, tails: window.TailGrowth | None, owners: Sequence[Any] | None) -> Share:
-        sliding = tails or growth
-        named = lengths.owners_of_pages(owners, sliding.new_pages) if owners is not None and self.parts.debug else None
-        words = None if tails is None else lambda pages: window.among_new_pages(tails, pages)
-        return Share(sliding.page_count, named, words)
 
     def _mapped(self, pages: torch.Tensor) -> torch.Tensor:
         return self.full_to_swa.index_select(0, pages)

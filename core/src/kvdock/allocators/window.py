@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvdock.allocators import lengths
+from kvdock.allocators.mapped import Share
 from kvdock.errors import PlanError, SlotError
 from kvdock.layout import FULL, SWA
 from kvdock.queries import AllocatorQuery
@@ -110,6 +111,14 @@ def among_new_pages(tails: TailGrowth, pages: torch.Tensor) -> torch.Tensor:
         return pages
     spread = pages.new_zeros(count)
     return spread.scatter_(0, lengths.to_device(tails.positions(), pages.device), pages)
+
+
+def sliding_share(growth: Growth, tails: TailGrowth | None, owners: Sequence[Any] | None, debug: bool) -> Share:
+    """Return the pages that lie beside the new ones of a batch: of its tails alone, or without any of all."""
+    sliding = tails or growth
+    named = lengths.owners_of_pages(owners, sliding.new_pages) if owners is not None and debug else None
+    words = None if tails is None else lambda pages: among_new_pages(tails, pages)
+    return Share(sliding.page_count, named, words)
 
 
 def checked_swa_starts(ranges: Ranges, swa_starts: Sequence[int]) -> Ints:

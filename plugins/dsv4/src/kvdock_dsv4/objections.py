@@ -91,12 +91,6 @@ def _no_unified_memory(query: PlanQuery) -> str | None:
     )
 
 
-def _no_arrivals_with_tiers(query: PlanQuery) -> str | None:
-    if not query.options.hisparse or query.options.role != "decode":
-        return None
-    return "hisparse=true has no place on the device for prompts that arrive (role=decode); give one of the two"
-
-
 RULES: tuple[Rule, ...] = (
     _page_of_groups,
     _page_of_kernels,
@@ -104,6 +98,5 @@ RULES: tuple[Rule, ...] = (
     _online_drafts,
     _all_layers_slide,
     _no_unified_memory,
-    _no_arrivals_with_tiers,
 )
 """In the order in which they are reported."""

@@ -153,14 +153,24 @@ def device_buffer_slots(query: Query) -> int:
 
 
 def _device(query: StateQuery) -> Space:
-    """Return the space of the rows of ratio 4 that are on the device: those of the window, and buffers to read from."""
+    """Return the space of the rows of ratio 4 that are on the device: those of the window, and buffers to read from.
+
+    Requests that arrive have the rows of their window there, beside those that run.
+    """
     ratio, window = RATIO_OF[C4], _window(query)
     page = page_size_of(query) // ratio
     shrink = query.options.hisparse_host_to_device_ratio or 1
-    rule = SizeRule(
-        per_token=(1, ratio * shrink), of=FULL, round_to=page, needs=device_slots_per_request(query, window)
+    arriving = decode_extra_rows(query) * core_groups.window_pages(window, page_size_of(query)) * page
+    needs = device_slots_per_request(query, window) + arriving
+    rule = SizeRule(per_token=(1, ratio * shrink), of=FULL, fixed=arriving, round_to=page, needs=needs)
+    options = (
+        "page_size",
+        "hisparse_host_to_device_ratio",
+        "hisparse_top_k",
+        "hisparse_device_buffer_size",
+        "role",
+        "decode_extra_slots",
     )
-    options = ("page_size", "hisparse_host_to_device_ratio", "hisparse_top_k", "hisparse_device_buffer_size")
     return Space(name=DEVICE, rule=rule, page_size=page, window_tokens=-(-window // ratio), options=options)
 
 
@@ -188,7 +198,8 @@ def _requests(query: StateQuery, found: Mapping[str, Space]) -> Space:
     """Return the core's request rows, states by request paid from the same share of the budget as what they hold."""
     space = core_groups.spaces(query)[REQUESTS]
     if DEVICE in found:
-        caps = (*space.rule.at_most_of, (DEVICE, (1, found[DEVICE].rule.needs)))
+        (factor, of_tokens), each = found[DEVICE].rule.per_token, device_slots_per_request(query, _window(query))
+        caps = (*space.rule.at_most_of, (FULL, (factor, of_tokens * each)))  # what is beside that is for arrivals
         space = msgspec.structs.replace(space, rule=msgspec.structs.replace(space.rule, at_most_of=caps))
     states = found.get(C128_STATE)
     if states is None or not space.rule.shares:

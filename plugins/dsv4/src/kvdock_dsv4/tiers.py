@@ -6,10 +6,11 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import msgspec
-from kvdock.allocators import Shortfall, SWAAllocator, lengths
+from kvdock.allocators import Shortfall, SWAAllocator, lengths, window
 from kvdock.allocators.held import HeldPages
-from kvdock.allocators.mapped import MappedAllocator, Share
+from kvdock.allocators.mapped import MappedAllocator
 from kvdock.allocators.ring import Journal, Mark
+from kvdock.demand import decode_extra_rows
 from kvdock.errors import SlotError
 from kvdock.layout import DEVICE, FULL, REQUESTS, SWA, Buffer, Unit
 from kvdock.planned import Parts
@@ -40,12 +41,13 @@ class DSV4HiSparseAllocator(MappedAllocator):
     where the rows are on the host alone. A page's rows leave the device together with its sliding page, so they are
     copied to the host before their tokens leave the window (`HiSparsePackedPool.offload`, as they are written). There
     a row has the compressed slot that it always has: the host holds all of them, and nothing is reserved.
+    A prompt that arrives (`alloc_extend_swa_tail`) has rows on the device for its tail, and the others on the host alone.
 
     A request whose steps read from the host holds a buffer of device slots, which map to nothing, since each layer
     keeps other rows there; it goes back in `release`. Inner allocators are driven by this class alone.
     """
 
-    features: ClassVar[frozenset[str]] = frozenset({"hisparse"})
+    features: ClassVar[frozenset[str]] = frozenset({"hisparse", "disaggregation"})
     logical_cls: ClassVar[type[SWAAllocator]] = DSV4Allocator
     """What keeps full and sliding slots in step."""
 
@@ -67,12 +69,12 @@ class DSV4HiSparseAllocator(MappedAllocator):
 
     @classmethod
     def buffers(cls, query: AllocatorQuery) -> tuple[Buffer, ...]:
-        """Declare the maps, 8 bytes a full page each, and the table of device buffers by request row."""
-        table = (device_buffer_slots(query),)
+        """Declare the maps, 8 bytes a full page each, and the table of device buffers by request row, those that arrive included."""
+        table, rows = (device_buffer_slots(query),), 1 + decode_extra_rows(query)
         return (
             *cls.logical_cls.buffers(_logical(query)),
             Buffer(name=MAP, role="map", space=FULL, unit=Unit.PAGE, shape=(), dtype="int64"),
-            Buffer(name=TABLE, role="table", space=REQUESTS, shape=table, dtype="int64"),
+            Buffer(name=TABLE, role="table", space=REQUESTS, shape=table, dtype="int64", guard=rows),
         )
 
     @property
@@ -103,7 +105,35 @@ class DSV4HiSparseAllocator(MappedAllocator):
         growth = lengths.extend_growth((prefix_lens_cpu, seq_lens_cpu), extend_num_tokens, self.page_size)
         self.verify_growth(growth, {"prefix_lens": prefix_lens, "seq_lens": seq_lens, "last_loc": last_loc}, owners)
         batch = (prefix_lens, prefix_lens_cpu, seq_lens, seq_lens_cpu, last_loc, extend_num_tokens, owners)
-        return self._grown(growth, lambda: self.logical.alloc_extend(*batch), self._share(growth, owners))
+        share = window.sliding_share(growth, None, owners, self.parts.debug)
+        return self._grown(growth, lambda: self.logical.alloc_extend(*batch), share)
+
+    def alloc_extend_swa_tail(
+        self,
+        prefix_lens: torch.Tensor,
+        prefix_lens_cpu: Sequence[int] | torch.Tensor,
+        seq_lens: torch.Tensor,
+        seq_lens_cpu: Sequence[int] | torch.Tensor,
+        last_loc: torch.Tensor,
+        extend_num_tokens: int,
+        swa_tail_lens: Sequence[int] | torch.Tensor,
+        owners: Sequence[Any] | None = None,
+    ) -> torch.Tensor | None:
+        """Return the full slots of a batch of which only the newest `swa_tail_lens` tokens get sliding slots.
+
+        A tail has its compressed rows on the device as well; those of the tokens before it lie on the host alone, where
+        they arrive (`HiSparsePackedPool.set_host_kv_buffer`). ``None`` if a space is short.
+
+        Raises:
+            SlotError: what `SWAAllocator.alloc_extend_swa_tail` refuses. Nothing is taken.
+        """
+        growth = lengths.extend_growth((prefix_lens_cpu, seq_lens_cpu), extend_num_tokens, self.page_size)
+        tails = window.tail_growth(growth, swa_tail_lens)
+        self.verify_growth(growth, {"prefix_lens": prefix_lens, "seq_lens": seq_lens, "last_loc": last_loc}, owners)
+        lens = (prefix_lens, prefix_lens_cpu, seq_lens, seq_lens_cpu, last_loc, extend_num_tokens)
+        share = window.sliding_share(growth, tails, owners, self.parts.debug)
+        take = lambda: self.logical.alloc_extend_swa_tail(*lens, swa_tail_lens, owners)  # noqa: E731
+        return self._grown(growth, take, share)
 
     def alloc_decode(
         self,
@@ -120,7 +150,8 @@ class DSV4HiSparseAllocator(MappedAllocator):
         growth = lengths.decode_growth(seq_lens_cpu, self.page_size)
         self.verify_growth(growth, {"seq_lens": seq_lens, "last_loc": last_loc}, owners)
         batch = (seq_lens, seq_lens_cpu, last_loc, owners)
-        return self._grown(growth, lambda: self.logical.alloc_decode(*batch), self._share(growth, owners))
+        share = window.sliding_share(growth, None, owners, self.parts.debug)
+        return self._grown(growth, lambda: self.logical.alloc_decode(*batch), share)
 
     def available_size(self) -> int:
         """Return the full slots that all spaces could hand out now."""
@@ -139,6 +170,16 @@ class DSV4HiSparseAllocator(MappedAllocator):
     def device_available_size(self) -> int:
         """Return the free device slots, each a compressed row."""
         return self.device.available_size()
+
+    def swa_pages_needed(
+        self, prefix_lens: Sequence[int], seq_lens: Sequence[int], swa_tail_lens: Sequence[int]
+    ) -> int:
+        """Return the new sliding pages that `alloc_extend_swa_tail` takes, and as many on the device.
+
+        Raises:
+            SlotError: what `alloc_extend_swa_tail` refuses of these lengths.
+        """
+        return self.logical.swa_pages_needed(prefix_lens, seq_lens, swa_tail_lens)
 
     def shortfall(
         self, pages: int, swa_pages: int | None = None, device_pages: int | None = None
@@ -332,9 +373,9 @@ class DSV4HiSparseAllocator(MappedAllocator):
             raise SlotError(f"a device buffer has 1 … {whole} slots, not {asked}; nothing was taken")
         return -(-asked // self.device.page_size)
 
-    def _share(self, growth: lengths.Growth, owners: Sequence[Any] | None) -> Share:
-        named = lengths.owners_of_pages(owners, growth.new_pages) if owners is not None and self.parts.debug else None
-        return Share(growth.page_count, named)
+    def _has_room(self, pages: int, side_pages: int) -> bool:
+        """Return whether all spaces have room: a page of rows on the device comes together with a sliding page."""
+        return not self.shortfall(pages, side_pages, side_pages)
 
     def _verified(self, pages: torch.Tensor, beside: torch.Tensor) -> torch.Tensor:
         """Return the device pages of `beside`, those of `pages` that have one; the others left the window before."""

@@ -8,6 +8,7 @@ from kvdock import dtypes
 from kvdock.pools.index_keys import index_format
 from kvdock.testing.kinds import INDEX_KEY, KEY, Kind, Layer, Part, Rows, Tokens, Where
 from kvdock.testing.patterns import plain, scaled_to_limit
+from kvdock.testing.values import RunError
 
 from kvdock_dsv4.geometry import C4_STATE, RATIO_OF, window_of
 from kvdock_dsv4.packing import BLOCK, ELEMENT, ROPE_DTYPE
@@ -35,7 +36,7 @@ def rows_kind(pool: PackedPool) -> Kind:
 
 def tiered_rows_kind(pool: HiSparsePackedPool) -> Kind:
     """Return how packed rows of two tiers are driven: each goes to the host, and is read where it is."""
-    return rows_kind(pool)._replace(write=_write_tiers, read=_read_tiers)
+    return rows_kind(pool)._replace(write=_write_tiers, read=_read_tiers, places=_places_of_tiers)
 
 
 def index_kind(pool: IndexPool) -> Kind:
@@ -74,8 +75,11 @@ def _read_compressed(layer: Layer, where: Where) -> Rows:
 
 
 def _write_tiers(layer: Layer, where: Where, rows: Rows) -> None:
+    """Write rows to the device and copy them to the host; those that arrive for no window go to the host directly."""
     _write_compressed(layer, where, rows)
     layer.pool.offload(where.mapped, layer.layer_id)
+    absent = ~layer.pool.resident(where.mapped)
+    layer.pool.set_host_kv_buffer(layer.layer_id, where.mapped[absent], rows[COMPRESSED_KEY][absent])
 
 
 def _read_tiers(layer: Layer, where: Where) -> Rows:
@@ -107,6 +111,20 @@ def _places_of_groups(layer: Layer, tokens: Tokens) -> torch.Tensor:
     """Return the compressed slots of tokens that end a group; 0 for others."""
     found: torch.Tensor = layer.router.translate_loc_from_full_to_compressed(tokens.slots, _ratio(layer))
     return found.clamp(min=0)
+
+
+def _places_of_tiers(layer: Layer, tokens: Tokens) -> torch.Tensor:
+    """Return the same; whoever has a sliding slot has its rows on the device.
+
+    Raises:
+        RunError: names the first token of which that is not so.
+    """
+    places = _places_of_groups(layer, tokens)
+    is_due = (places > 0) & (tokens.positions >= tokens.firsts)
+    absent = tokens.slots[is_due & ~layer.pool.resident(places)]
+    if absent.numel():
+        raise RunError(f"slot {int(absent[0])} did not leave the window, but its rows are not on the device")
+    return places
 
 
 def _places_in_pages(layer: Layer, tokens: Tokens) -> torch.Tensor:

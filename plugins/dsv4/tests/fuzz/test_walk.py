@@ -1,5 +1,6 @@
 """A random walk over full and sliding pages and all that lies where they are, against sets of numbers."""
 
+import contextlib
 import random
 
 import pytest
@@ -9,10 +10,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 torch = pytest.importorskip("torch")
 torch.set_num_threads(1)
 
+from kvdock.abilities import Awaits  # noqa: E402
 from kvdock.errors import SlotError  # noqa: E402
 
 PAGE, WINDOW, RING = 128, 128, 8
-FORMS = {"one tier": {}, "two tiers": {"hisparse": True, "hisparse_top_k": 48}}
+TIERS = {"hisparse": True, "hisparse_top_k": 48}
+DECODE = {"role": "decode", "decode_extra_slots": 3}
+FORMS = {"one tier": {}, "two tiers": TIERS, "one tier, decode": DECODE, "two tiers, decode": TIERS | DECODE}
 MILLION = 1_000_000
 LOOKS = 64
 """Steps of the long walk between two looks at every slot; what a step itself claims is compared at each."""
@@ -45,23 +49,30 @@ class Walk(RuleBasedStateMachine):
         self.live, self.names, self.kept = {}, 0, {}
         self.tiers = getattr(self.allocator, "device", None)
         self.device = set(range(1, self.tiers.size // self.tiers.page_size + 1)) if self.tiers else None
+        self.receives = isinstance(self.rows, Awaits)
 
     def room(self):
         """Pages that every space has."""
         return min(len(side) for side in (self.full, self.swa, self.device) if side is not None)
 
-    def note_page(self, request, slot, swa):
+    def note_page(self, request, slot, swa, slides=True):
         """A new page of tokens: a KeyError says that some page of it was somebody's, padding, or does not exist."""
         request.pages.append(slot // PAGE)
         request.sliding.append(swa // PAGE)
         self.full.remove(slot // PAGE)
-        self.swa.remove(swa // PAGE)
+        if slides:
+            self.swa.remove(swa // PAGE)
+        else:
+            assert swa == 0
         if self.tiers:
             page = self.tiers.page_size
             place = int(self.allocator.translate_to_device(torch.tensor([slot // 4]))[0])
-            assert place % page == slot // 4 % page
             request.on_device.append(place // page)
-            self.device.remove(place // page)
+            if slides:
+                assert place % page == slot // 4 % page
+                self.device.remove(place // page)
+            else:
+                assert place == 0
 
     def give_window(self, request, first, last):
         """Pages of tokens leave the window: what slides, and what of them is on the device."""
@@ -110,6 +121,35 @@ class Walk(RuleBasedStateMachine):
             self.rows.alloc([self.names])
             self.live[self.names] = Request()
             self.grow(self.names, tokens)
+
+    @rule(tokens=st.integers(1, 900))
+    def arrive(self, tokens):
+        """A prompt comes with its rows: its newest tokens alone slide, and have compressed rows on the device."""
+        if not self.receives or not self.rows.available_to_arrive():
+            return
+        new, first = -(-tokens // PAGE), max(0, tokens - WINDOW) // PAGE
+        assert self.allocator.swa_pages_needed([0], [tokens], [WINDOW]) == new - first
+        sides = [side for side in (self.swa, self.device) if side is not None]
+        fits = new <= len(self.full) and all(new - first <= len(side) for side in sides)
+        self.names += 1
+        slots = self.cache.admit(self.names, tokens, arriving=True)
+        assert (slots is not None) == fits
+        if slots is None:
+            return
+        request = self.live[self.names] = Request()
+        request.tokens, request.evicted = tokens, first * PAGE
+        swa = self.pool.translate_loc_from_full_to_swa(slots).tolist()
+        for page in range(new):
+            self.note_page(request, int(slots[page * PAGE]), swa[page * PAGE], page >= first)
+        assert slots.tolist() == [request.pages[n // PAGE] * PAGE + n % PAGE for n in range(tokens)]
+
+    @rule(which=NUMBERS)
+    def start(self, which):
+        """A request whose rows are there runs, unless as many as may do."""
+        name = self.receives and self.chosen(which)
+        if name:
+            can_run = name not in self.rows.arriving() or self.rows.running < self.rows.size
+            assert (self.rows.start([name]) is not None) == can_run
 
     @rule(which=NUMBERS, tokens=st.integers(1, 300))
     def extend(self, which, tokens):
@@ -197,33 +237,34 @@ class Walk(RuleBasedStateMachine):
         last = self.rows.req_to_token[row, begin[0] - 1].long() if begin[0] else torch.tensor(-1)
         end = [begin[0] + tokens]
         self.allocator.alloc_extend(torch.tensor(begin), begin, torch.tensor(end), end, last.view(1), tokens)
+        zero, end = [0], [3 * tokens]
+        lens = (torch.tensor(zero), zero, torch.tensor(end), end, torch.tensor([-1]), 3 * tokens)
+        self.allocator.alloc_extend_swa_tail(*lens, [WINDOW])
         self.allocator.restore_state(state)
         assert self.counts() == before
 
     @rule(side=st.sampled_from(["full", "swa", "device"]), tokens=st.integers(1, 300))
     def fail_half_way(self, side, tokens):
         """A side that raises leaves all as they were."""
-        if side == "device" and not self.tiers:
+        if (side == "device" and not self.tiers) or -(-tokens // PAGE) > self.room():
             return
-        inner, before = self.allocator.parts.allocators[side], self.counts()
-        method = "alloc_extend" if side == "full" else "alloc_pages"
-
-        def broken(*args, **kwargs):
-            getattr(type(inner), method)(inner, *args, **kwargs)
-            raise SlotError("broken")
-
-        setattr(inner, method, broken)
-        try:
-            zero, end = [0], [tokens]
-            new = -(-tokens // PAGE)
-            if new <= self.room():
-                with pytest.raises(SlotError, match="broken"):
-                    self.allocator.alloc_extend(
-                        torch.tensor(zero), zero, torch.tensor(end), end, torch.tensor([-1]), tokens
-                    )
-        finally:
-            delattr(inner, method)
+        before, zero, end = self.counts(), [0], [tokens]
+        inner, method = self.allocator.parts.allocators[side], "alloc_extend" if side == "full" else "alloc_pages"
+        with broken(inner, method):
+            self.allocator.alloc_extend(torch.tensor(zero), zero, torch.tensor(end), end, torch.tensor([-1]), tokens)
         assert self.counts() == before
+
+    @rule(side=st.sampled_from(["full", "swa", "device", "requests"]), tokens=st.integers(1, 900))
+    def fail_to_arrive(self, side, tokens):
+        """The same where a prompt arrives, whose row is taken last."""
+        rows = self.rows.available_to_arrive() if self.receives else 0
+        if not rows or (side == "device" and not self.tiers) or -(-tokens // PAGE) > self.room():
+            return
+        part, before = self.allocator.parts.allocators.get(side, self.rows), self.counts()
+        with broken(part, {"full": "alloc_extend", "requests": "write"}.get(side, "alloc_pages")):
+            self.cache.admit("nobody", tokens, arriving=True)
+        assert self.counts() == before
+        assert (self.rows.available_to_arrive(), self.rows.row_of("nobody")) == (rows, None)
 
     def counts(self):
         sides = self.allocator.full_available_size(), self.allocator.swa_available_size()
@@ -254,6 +295,22 @@ class Walk(RuleBasedStateMachine):
         assert set((states[states > 0] // RING).tolist()) == set(rings)
 
 
+@contextlib.contextmanager
+def broken(part, method):
+    """A call that does its work and then raises; what is called inside raises the same."""
+
+    def fails(*args, **kwargs):
+        getattr(type(part), method)(part, *args, **kwargs)
+        raise SlotError("broken")
+
+    setattr(part, method, fails)
+    try:
+        with pytest.raises(SlotError, match="broken"):
+            yield
+    finally:
+        delattr(part, method)
+
+
 def steps_of(rng):
     """Return a step of the walk and its arguments."""
     tokens, which = rng.randint(1, 400), rng.randrange(2**16)
@@ -261,6 +318,8 @@ def steps_of(rng):
     return rng.choice(
         [
             ("admit", (tokens,)),
+            ("arrive", (rng.randint(1, 900),)),
+            ("start", (which,)),
             ("extend", (which, few)),
             ("decode", ()),
             ("decode", ()),
@@ -269,6 +328,7 @@ def steps_of(rng):
             ("buffer", (which, rng.randint(1, 96))),
             ("take_back", (which, few)),
             ("fail_half_way", (rng.choice(["full", "swa", "device"]), few)),
+            ("fail_to_arrive", (rng.choice(["full", "swa", "device", "requests"]), tokens)),
         ]
     )
 
@@ -302,4 +362,5 @@ def test_a_long_walk_never_comes_apart(cache, effort, options):
     for _ in tuple(walk.live):
         walk.release(0)
     walk.free_and_live_add_up()
-    assert walk.counts()[:2] == (walk.allocator.full.size, walk.allocator.swa.size)
+    sizes = [side.size for side in (walk.allocator.full, walk.allocator.swa, walk.tiers) if side is not None]
+    assert walk.counts() == tuple(sizes)

@@ -34,7 +34,9 @@ class HiSparsePackedPool(PackedPool):
 
     Writes and reads by compressed slot are about the device; of rows that are not resident they land in padding and
     have no meaning. `offload` copies rows to the host, which is due before their tokens leave the window, and
-    `swap_in` brings them to device slots of a request's buffer, from where `read_device` reads.
+    `swap_in` brings them to device slots of a request's buffer, from where `read_device` reads. Rows that arrive on the
+    host without a place on the device are written by `set_host_kv_buffer`; where they have one, `swap_in` fills it:
+    ``swap_in(loc, row_slots(loc))``.
     """
 
     options: ClassVar[frozenset[str]] = frozenset({"hisparse_swap_in_block_size"})
@@ -86,6 +88,20 @@ class HiSparsePackedPool(PackedPool):
             raise SlotError(f"{device.numel()} device slots for {loc.numel()} compressed slots; nothing was copied")
         for on_device, on_host in self._tiers(layer_id):
             self.parts.kernels.copy_rows(on_device, device, on_host, loc.clamp(min=0))
+
+    def set_host_kv_buffer(self, layer_id: int, loc: torch.Tensor, k: torch.Tensor) -> None:
+        """Write rows `k` ``[n, 1, columns]`` to the host rows of the compressed slots `loc`, packed as on the device.
+
+        Raises:
+            SlotError: the layer owns no buffer here, or the shapes do not fit; nothing is written.
+        """
+        dim, store = self.format.nope_dim, self.parts.kernels.store
+        self.check_rows(layer_id, (1, dim + self.format.rope_dim), loc, k)
+        if layer_id not in self._on_host:
+            raise self.refuse_layer(layer_id)
+        packed = self.format.pack(k[..., 0, :dim], k[..., 0, dim:])
+        for rows, found in zip(self._on_host[layer_id], packed, strict=True):
+            store(rows, loc.clamp(min=0).to(rows.device), found.to(rows.device))
 
     def read_device(self, layer_id: int, device: torch.Tensor) -> torch.Tensor:
         """Return copies ``[n, 1, columns]`` of the rows in device slots, such as those of a request's buffer."""
