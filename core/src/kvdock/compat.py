@@ -37,7 +37,8 @@ _Key = tuple[str, int, str, str]
 class BufferLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How one layer's rows of one role lie on a rank, as both sides of a transfer must know it.
 
-    `shape` and `row_nbytes` are those of one row, a slot's or a page's as `unit` says. `part` is the buffer's name
+    `shape` and `row_nbytes` are those of one row, a slot's or a page's as `unit` says, of which each has `rows` (more than
+    one where a request keeps a row for each draft token as well). `part` is the buffer's name
     where a layer has several of one role, else empty. `kv_heads` counts the heads of the whole model where rows are
     split by them, `ranks` those over which rows are split (1: every rank keeps all of a row).
     """
@@ -50,6 +51,7 @@ class BufferLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     dtype: str
     shape: tuple[int, ...]
     row_nbytes: int
+    rows: int
     page_size: int
     carries: Carried
     window_tokens: int | None
@@ -184,6 +186,7 @@ def _entry(plan: CachePlan, choice: PoolChoice, buffer: Buffer, layer_id: int | 
         dtype=buffer.element or buffer.dtype,
         shape=buffer.shape,
         row_nbytes=buffer.row_nbytes,
+        rows=max(1, buffer.widen // (1 if choice.query.shares_tokens else plan.parallel.dcp_size)),
         page_size=space.page_size,
         carries=carries,
         window_tokens=space.window_tokens if carries == "tail" else None,
@@ -281,6 +284,12 @@ _ASPECTS = (
     _Aspect("unit", lambda e: e.unit, _same(_POOL), by_role=True),
     _Aspect("dtype", lambda e: e.dtype, _dtype_advice, by_role=True),
     _Aspect("shape", lambda e: e.shape_of_head, _shape_advice, by_role=True),
+    _Aspect(
+        "rows",
+        lambda e: e.rows,
+        lambda e: f"give both sides the same speculative options: what a {e.unit} holds has rows for draft tokens",
+        by_role=True,
+    ),
     _Aspect("row_padding_bytes", lambda e: e.row_padding_bytes, _same(_POOL), by_role=True),
 )
 """What is compared of the buffers that both sides have, in the order of the report."""

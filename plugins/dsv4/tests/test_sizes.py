@@ -243,3 +243,13 @@ def test_layouts_are_compared_without_their_sizes(plan, small):
     assert kvdock.compatible(one, other) == ()
     narrow = plan(small, max_running_requests=2, plugin_options={"dsv4": {"fp4_indexer": True}})
     assert {d.layers for d in kvdock.compatible(one, narrow) if d.severity == "incompatible"} == {(1, 3)}
+
+
+def test_online_states_of_other_drafts_are_no_layout_to_exchange(plan, small):
+    """A request's running state has a row of its own and one for each draft token, which are sent together."""
+    options = SPECULATIVE | {"max_running_requests": 2, "plugin_options": ONLINE}
+    drafts = [plan(small, **options | {"speculative_num_draft_tokens": count}) for count in (3, 4)]
+    assert kvdock.compatible(drafts[0], drafts[0]) == ()
+    differing = {(d.a, d.b, d.layers) for d in kvdock.compatible(*drafts) if d.severity == "incompatible"}
+    assert differing == {(4, 5, (2,))}
+    assert len({kvdock.layout_fingerprint(side).digest for side in drafts}) == 2
