@@ -258,7 +258,7 @@ class UnifiedMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def release(self, data):
         name = data.draw(st.sampled_from(sorted(self.lengths)))
-        self.attempt(lambda: self.cache.release(name), is_whole=False)
+        self.attempt(lambda: self.cache.release(name), is_whole=self.kind == "sliding")  # tokens go back before states
         del self.lengths[name]
 
     @live
@@ -269,7 +269,7 @@ class UnifiedMachine(RuleBasedStateMachine):
         for name in names:
             self.cache.release(name)
             del self.lengths[name]
-        self.attempt(self.allocator.free_group_end, is_whole=False)
+        self.attempt(self.allocator.free_group_end)
 
     @rule(max_bytes=st.integers(0, 4_000), headroom=st.sampled_from((0, 1_000, 10_000)))
     def compact(self, max_bytes, headroom):

@@ -121,6 +121,14 @@ class Ledger:
         """Note pages that are free again; their last owners are remembered for messages."""
         self._state[_to_host(pages)] = _FREED
 
+    def backup(self) -> tuple[Any, frozenset[int]]:
+        """Return which pages are live or queued, for `restore`; O(capacity)."""
+        return self._state.copy(), frozenset(self._queued_slots)
+
+    def restore(self, state: tuple[Any, frozenset[int]]) -> None:
+        """Let the pages be live and queued that were when `backup` was called; owners are kept."""
+        self._state[:], self._queued_slots = state[0], set(state[1])
+
     def close_group(self) -> None:
         """Note that the free group is over: what it held is free."""
         self._state[self._state == _QUEUED] = _FREED

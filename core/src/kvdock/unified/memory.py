@@ -62,6 +62,7 @@ class UnifiedMemory:
         self._guard = ThreadGuard("unified memory") if debug else None
         self._holds: dict[object, str] = {}
         self._pending: dict[int, Event] = {}
+        self._released: list[tuple[Segment, torch.Tensor, Owned | None]] | None = None
         self.failure: Exception | None = None
         """What kept the last free from closing its holes: it is done, and they wait for the next call. ``None``: nothing."""
         self.passes = 0
@@ -282,6 +283,31 @@ class UnifiedMemory:
         self._enter()
         segment = self._segments[space]
         segment.release(pages)
+        if self._released is None:
+            self._settle(segment, pages, owned)
+        else:
+            self._released.append((segment, pages, owned))
+
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[None]:
+        """Let all pages that are released inside come back, or after an error that is no refusal none of them."""
+        released = self._released = []
+        try:
+            yield
+        except SlotError:
+            raise
+        except BaseException:
+            while released:
+                segment, pages, _ = released.pop()
+                segment.back(pages)
+            raise
+        finally:
+            self._released = None
+            for found in released:
+                self._settle(*found)
+
+    def _settle(self, segment: Segment, pages: torch.Tensor, owned: Owned | None) -> None:
+        """Give up what a space does not need now that these pages came back."""
         try:
             if not segment.live:
                 segment.drop()

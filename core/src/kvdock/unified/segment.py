@@ -295,8 +295,8 @@ class Segment:
         return chosen.nonzero()[0] if self._is_host else chosen.nonzero().view(-1)
 
     def _wide(self, values: Any) -> Any:
-        """Return numbers as indices are read fastest."""
-        return values.astype("intp") if self._is_host else values.long()
+        """Return numbers in the type that the host reads indices in."""
+        return values.astype("intp") if self._is_host else values
 
     def _numbers(self, start: int, stop: int, step: int) -> Any:
         if self._is_host:
