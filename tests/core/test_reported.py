@@ -72,7 +72,11 @@ def test_no_more_memory_is_asked_for_than_the_device_has():
             "page_size=6250",
             ("context_length", "max_running_requests", "kv_cache_dtype"),
         ),
-        ({"page_size": 40_000}, "page_size=10000 or kv_cache_dtype=float4_e2m1fn_x2", ("context_length", "max_running_requests")),
+        (
+            {"page_size": 40_000},
+            "page_size=10000 or kv_cache_dtype=float4_e2m1fn_x2",
+            ("context_length", "max_running_requests"),
+        ),
     ],
 )
 def test_only_what_can_help_is_named(options, named, left_out):
