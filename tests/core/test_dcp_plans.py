@@ -141,11 +141,11 @@ def test_the_report_names_the_rank_and_what_it_keeps_of_all():
         ({"dcp_rank": 1}, r"dcp_rank=1 is no rank of 1"),
         (
             {"tp_size": 6, "dcp_size": 4},
-            r"dcp_size=4 does not divide the 6 attention ranks \(tp_size=6\); give dcp_size=2",
+            r"dcp_size=4 does not divide the 6 attention ranks \(tp_size=6\); dcp_size=2 does",
         ),
         (
             {"tp_size": 8, "dp_size": 4, "dp_attention": True, "dcp_size": 4},
-            r"does not divide the 2 attention ranks \(tp_size=8\); give dcp_size=2, or a tp_size that is a multiple of 16",
+            r"does not divide the 2 attention ranks \(tp_size=8\); dcp_size=2 does, and with 4 a tp_size that is a multiple of 16",
         ),
     ],
 )

@@ -181,6 +181,17 @@ def test_keys_in_8_bits_are_warned_of_where_the_device_has_none_and_index_keys_h
     assert conversion_warnings(able, (index,)) == conversion_warnings(plain, (keys, index)) == ()
 
 
+def test_blocks_of_8_bits_are_warned_of_where_the_device_scales_none():
+    device = msgspec.structs.replace(describe(0), capabilities=("software_blocks8",))
+    keys, _, index = layout().buffers
+    scales = Buffer(name="k_scale", role="scale", shape=(1,), dtype="float8_e8m0fnu", owner="full")
+    (warning,) = conversion_warnings(device, (keys, scales))
+    assert warning.startswith("acme 0 has no blocks of 8-bit floats with a scale that is a power of two, so each read")
+    assert "float8_e4m3fn in blocks is converted in software" in warning
+    assert conversion_warnings(device, (keys, index)) == conversion_warnings(device, (scales,)) == ()
+    assert conversion_warnings(describe(0), (keys, scales)) == ()
+
+
 def test_the_backend_of_sparse_layers_is_the_first_that_is_named():
     assert sparse_backends(CacheOptions()) == (("sparse_prefill_backend", None), ("sparse_decode_backend", None))
     given = CacheOptions(attention_backend="a", prefill_attention_backend="b", sparse_decode_backend="c")

@@ -181,34 +181,50 @@ def refuse_budget(
     device: DeviceInfo,
     options: CacheOptions,
     levers: Sequence[str],
-    works: Callable[[float], bool],
+    works: Works,
 ) -> BudgetError:
     """Return `error` with the advice that fits the way in which the budget was found.
 
-    Each of `levers` makes the need smaller; `works` tells whether a share of the memory serves.
+    Each of `levers` makes the need smaller; `works` tells whether ``budget_bytes`` or ``mem_fraction_static`` serves.
     """
-    is_device = device.source != GIVEN_BUDGET
-    if budget.base == "given" and is_device and error.needed_bytes > device.free_bytes:
+    most = device.free_bytes if device.source != GIVEN_BUDGET else MOST_BYTES
+    needed = _working_budget(error.needed_bytes, most, works) if budget.base == "given" else error.needed_bytes
+    if budget.base == "given" and needed > most:
         advice = f"{device.name} has {show_bytes(device.free_bytes)} free, so use more ranks or a larger device"
     elif budget.base == "given":
-        advice = f"give at least {show_bytes(error.needed_bytes)}"
+        advice = f"give at least {show_bytes(needed)}"
     else:
         advice = _fraction_advice(error.needed_bytes, budget, device, options.mem_fraction_static, works)
     less = f", or plan for less: {' or '.join(levers)}" if levers else ""
     return BudgetError(
         f"{error}; {advice}{less}",
-        needed_bytes=error.needed_bytes,
+        needed_bytes=needed,
         budget_bytes=error.budget_bytes,
     )
+
+
+Works = Callable[[str, float], bool]
+"""Tells whether an input serves with a value."""
+MOST_BYTES = 2**50
+"""Largest budget that is suggested: a pebibyte."""
+
+
+def _working_budget(needed: int, most: int, works: Works) -> int:
+    """Return `needed`, or where that does not serve (`strict`: a warning is left), the first multiple of it that does.
+
+    More than `most` where none serves.
+    """
+    nbytes = needed
+    while nbytes <= most and not works("budget_bytes", nbytes):
+        nbytes *= 2
+    return nbytes
 
 
 MOST_FRACTIONS = 20
 """Thousandths that are tried from the least share that leaves what is needed: more memory may serve less."""
 
 
-def _fraction_advice(
-    needed: int, budget: Budget, device: DeviceInfo, fraction: float | None, works: Callable[[float], bool]
-) -> str:
+def _fraction_advice(needed: int, budget: Budget, device: DeviceInfo, fraction: float | None, works: Works) -> str:
     """Return the smallest fraction that works and what it leaves, or that none does."""
     spare = budget.free_bytes + budget.least_slack_bytes - needed
     if spare < budget.least_slack_bytes:
@@ -220,7 +236,7 @@ def _fraction_advice(
     alone = ": weights and what else is loaded exceed its share" if budget.nbytes <= 0 else ""
     few = f"mem_fraction_static={fraction} leaves too little{alone} ({budget.note})"
     shares = (Fraction(share, 1000) for share in range(first, min(1000, first + MOST_FRACTIONS) + 1))
-    least = next((share for share in shares if works(float(share))), None)
+    least = next((share for share in shares if works("mem_fraction_static", float(share))), None)
     if least is None:
         return f"{few}: use more ranks or a larger device"
     return (

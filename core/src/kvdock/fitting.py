@@ -304,8 +304,8 @@ def _with_advice(error: BudgetError, outline: Outline, budget: Budget, attempt: 
         return error
     levers = find_levers(outline, attempt, "max_running_requests" in str(error), budget.base == "fraction")
 
-    def works(fraction: float) -> bool:
-        return attempt({"mem_fraction_static": fraction}) is not None
+    def works(name: str, value: float) -> bool:
+        return attempt({name: value}) is not None
 
     return refuse_budget(error, budget, outline.device, outline.options.values, levers, works)
 

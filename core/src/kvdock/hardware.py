@@ -41,6 +41,9 @@ SPARSE_BACKENDS = (
 SOFTWARE_FLOATS = "software_float8"
 """A device's capability of this name: it has no floats of 8 bits, so its kernels convert them one by one."""
 
+SOFTWARE_BLOCKS = "software_blocks8"
+"""A device's capability of this name: it multiplies no blocks of 8-bit floats by their scales, so its kernels do."""
+
 
 def plugin_settings(options: CacheOptions, plugin: str, cls: type[Settings], takes: str) -> Settings:
     """Return what ``plugin_options[plugin]`` says, as a struct; `takes` says in words what its fields take.
@@ -152,14 +155,30 @@ def dtype_option(query: Query, name: str) -> tuple[str, str]:
 
 
 def conversion_warnings(device: DeviceInfo, buffers: Iterable[Buffer]) -> tuple[str, ...]:
-    """Return the warning of a plan that keeps floats of 8 bits where the device has none; index keys have no choice."""
-    found = sorted({encoding for buffer, encoding in floats_of_8_bits(buffers) if buffer.role != "index"})
-    if SOFTWARE_FLOATS not in device.capabilities or not found:
+    """Return the warning of a plan that keeps floats of 8 bits where the device has none, or blocks of them with scales.
+
+    Index keys have no choice.
+    """
+    kept = [(buffer, encoding) for buffer, encoding in floats_of_8_bits(buffers) if buffer.role != "index"]
+    if SOFTWARE_FLOATS in device.capabilities:
+        found = sorted({encoding for _, encoding in kept})
+        lacks = "no floats of 8 bits"
+    elif SOFTWARE_BLOCKS in device.capabilities:
+        scaled = {buffer.owner for buffer in buffers if (buffer.element or buffer.dtype) == BLOCK_SCALE}
+        found = sorted({f"{encoding} in blocks" for buffer, encoding in kept if buffer.owner in scaled})
+        lacks = "no blocks of 8-bit floats with a scale that is a power of two"
+    else:
+        return ()
+    if not found:
         return ()
     return (
-        f"{device.name} has no floats of 8 bits, so each read and write of {', '.join(found)} is converted in software: "
+        f"{device.name} has {lacks}, so each read and write of {', '.join(found)} is converted in software: "
         "that saves memory and costs time",
     )
+
+
+BLOCK_SCALE = "float8_e8m0fnu"
+"""The type of the scale of a block whose scales are powers of two."""
 
 
 def is_ordinal(selector: str) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 from kvdock import dtypes
 from kvdock.layout import FULL, HOST, STATE, SWA, TARGET
-from kvdock.model import HybridParams, MHAParams, SparseParams
+from kvdock.model import HybridParams, MHAParams, MLAParams, SparseParams
 from kvdock.queries import PlanQuery
 
 STRIDED_BACKENDS = frozenset({"triton", "torch", "torch_native"})
@@ -113,9 +113,8 @@ def _split_role(query: PlanQuery) -> str | None:
     options = query.options
     if not _splits_layers(query) or options.role == "prefill":
         return None
-    return (
-        f"layer_split=true is for prefill workers, not for role={options.role}; give role=prefill, or layer_split=false"
-    )
+    role = "" if options.unified_memory else "role=prefill, or "  # which moves pages that other workers would read
+    return f"layer_split=true is for prefill workers, not for role={options.role}; give {role}layer_split=false"
 
 
 def _split_drafts(query: PlanQuery) -> str | None:
@@ -156,22 +155,31 @@ def _dcp_heads(query: PlanQuery) -> str | None:
     if not wrong:
         return None
     most = math.gcd(*holders.values())
+    most = 1 if SWA in query.spaces else most  # sliding slots are not shared out at all
     sizes = [str(size) for size in range(1, min(most, 64) + 1) if most % size == 0]
     ranks = parallel.tp_size // parallel.attn_tp_size * math.lcm(*heads) * parallel.dcp_size
     return (
         f"dcp_size={parallel.dcp_size} shares tokens between ranks that hold the same KV heads, but {wrong[0]} heads over "
-        f"{parallel.attn_tp_size} attention ranks are held by {holders[wrong[0]]} each; give dcp_size={' or '.join(sizes)}, "
-        f"or tp_size={ranks}"
+        f"{parallel.attn_tp_size} attention ranks are held by {holders[wrong[0]]} each; give dcp_size={' or '.join(sizes)}"
+        + (f", or tp_size={ranks}" if SWA not in query.spaces else "")
     )
 
 
 def _dcp_windows(query: PlanQuery) -> str | None:
     if query.parallel.dcp_size == 1 or query.worker != TARGET or SWA not in query.spaces:
         return None
+    instead = ", or hybrid_swa=off" if _can_keep_all(query) else ""
     return (
         f"dcp_size={query.parallel.dcp_size} does not share out the tokens of sliding layers, which have slots of their "
-        "own; give dcp_size=1, or hybrid_swa=off"
+        f"own; give dcp_size=1{instead}"
     )
+
+
+def _can_keep_all(query: PlanQuery) -> bool:
+    """Return whether sliding layers can keep every token: those of a family's own kind are its own affair."""
+    sliding = [layer for layer in query.model.layers if layer.window_tokens is not None]
+    ours = all(isinstance(layer.params, MHAParams | MLAParams | HybridParams) for layer in sliding)
+    return ours and query.options.hybrid_swa != "off" and not query.options.unified_memory
 
 
 # One byte buffer for several spaces.
@@ -215,7 +223,7 @@ def _unified_role(query: PlanQuery) -> str | None:
         return None
     return (
         f"unified_memory=true moves pages that another worker would read or write (role={query.options.role}); "
-        "give role=none, or unified_memory=false"
+        f"give {'' if query.options.layer_split else 'role=none, or '}unified_memory=false"
     )
 
 
@@ -273,7 +281,8 @@ def _kind_with_cache(kind: str, keeps: str) -> Rule:
 def _prefill_sliding(query: PlanQuery) -> str | None:
     if SWA not in query.spaces:
         return None
-    return f"{query.model.name} has sliding layers with a pool of their own; give hybrid_swa=off, or {_LEAVE_OUT}"
+    advice = f"give hybrid_swa=off, or {_LEAVE_OUT}" if _can_keep_all(query) else _LEAVE_OUT
+    return f"{query.model.name} has sliding layers with a pool of their own; {advice}"
 
 
 def _prefill_states(query: PlanQuery) -> str | None:

@@ -324,8 +324,8 @@ class Parallelism(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         if self.attn_tp_size % self.dcp_size:
             raise PlanError(
                 f"dcp_size={self.dcp_size} does not divide the {self.attn_tp_size} attention ranks (tp_size={self.tp_size}"
-                f"); give dcp_size={math.gcd(self.dcp_size, self.attn_tp_size)}, or a tp_size that is a multiple of "
-                f"{self.dcp_size * shards}"
+                f"); dcp_size={math.gcd(self.dcp_size, self.attn_tp_size)} does, and with {self.dcp_size} a tp_size that is "
+                f"a multiple of {self.dcp_size * shards}"
             )
         if self.pp_layers is not None and len(self.pp_layers) != self.pp_size:
             raise PlanError(f"pp_layers={self.pp_layers} lists {len(self.pp_layers)} stages of pp_size={self.pp_size}")

@@ -346,12 +346,21 @@ def _sized(outline: Outline, budget: Budget, asked: Asked) -> PlanSteps:
 
 
 def _attempt(outline: Outline, budget: Budget, asked: Asked, change: dict[str, Any]) -> CachePlan | None:
-    """Return the plan of this rank alone with options changed, or ``None``; nothing is suggested for it in turn."""
+    """Return the plan of this rank alone with options (or ``budget_bytes``) changed, or ``None``.
+
+    Nothing is suggested for it in turn.
+    """
+    options, device = dict(change), outline.device
+    nbytes = options.pop("budget_bytes", None)
+    if nbytes is not None and device.source == GIVEN_BUDGET:
+        device = budget_device(nbytes)
     try:
-        given = msgspec.structs.replace(outline.given, **change)
+        given = msgspec.structs.replace(outline.given, **options)
         sizes = draft_parallels(given, outline.parallel, len(outline.models))
-        other = draw_outline(outline.models, outline.device, given, sizes, outline.registry)
-        if budget.base != "given":
+        other = draw_outline(outline.models, device, given, sizes, outline.registry)
+        if nbytes is not None:
+            budget = find_budget(device, other.options.values, nbytes, None)
+        elif budget.base != "given":
             budget = find_budget(
                 outline.device,
                 other.options.values,

@@ -21,6 +21,8 @@ from kvdock.strictjson import parse_object
 FILE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 ENDING = ".safetensors"
+SHARDS = "model-*-of-*.safetensors"
+"""Files that say themselves how many of them there are."""
 MAX_HEADER_BYTES = 100_000_000
 """Longest header that the format allows; no index is longer either."""
 MAX_DIMENSIONS = 64
@@ -39,6 +41,7 @@ BITS: Mapping[str, int] = MappingProxyType(
 
 AGAIN = "download it again, or give weights_bytes (--weights)"
 
+_SHARD = re.compile(r"model-\d{1,9}-of-\d{1,9}\.safetensors")
 _EXTRA = re.compile(r"(^|\.)(mtp|nextn)\.")
 _TOWER = re.compile(r"(^|[._])(vision|visual|audio|image)([._]|$)")
 _LAYER = re.compile(r"(^|\.)(layers?|blocks|h)\.(\d{1,9})\.")
@@ -69,9 +72,9 @@ class _Tensor(NamedTuple):
 
 
 def holds_weights(folder: str | os.PathLike[str]) -> bool:
-    """Return whether the folder holds weights that `weight_bytes` counts: one file, or an index and files."""
+    """Return whether the folder holds weights that `weight_bytes` counts: one file, an index and files, or shards."""
     path = Path(folder)
-    return (path / FILE_NAME).exists() or ((path / INDEX_NAME).exists() and any(path.glob(f"*{ENDING}")))
+    return (path / FILE_NAME).exists() or any(path.glob(f"*{ENDING}" if (path / INDEX_NAME).exists() else SHARDS))
 
 
 def weights_of(source: Any, model: ModelSpec, options: CacheOptions, parallel: Parallelism) -> Weights | None:
@@ -114,8 +117,11 @@ def weight_bytes(folder: str | os.PathLike[str], model: ModelSpec, parallel: Par
     stage (tied ones to both ends), the last norm and the head to the last, all else to each. Tensors of two or
     more dimensions are split over the ranks of a stage, those of attention over its own ranks; others are whole.
 
+    Without an index all files count that are numbered up to the number that their names state.
+
     Raises:
-        PlanError: there are no such files, or one is cut short, overlong or at odds with the index; names the file.
+        PlanError: there are no such files, one is cut short, overlong or at odds with the index, or one of those that
+            are numbered is missing; names the file.
     """
     files, tensors = _read_folder(Path(folder))
     share = _Share(model, parallel, tied=not any(_is_output(tensor.name) for tensor in tensors))
@@ -167,12 +173,10 @@ class _Share:
 def _read_folder(folder: Path) -> tuple[int, list[_Tensor]]:
     """Return how many files hold the weights, and every tensor once."""
     if not (folder / INDEX_NAME).exists():
-        if not (folder / FILE_NAME).exists():
-            raise PlanError(
-                f"{_shown(folder)} holds neither {FILE_NAME} nor {INDEX_NAME}; give a folder that does, "
-                "or give weights_bytes (--weights)"
-            )
-        return 1, list(_read_header(folder / FILE_NAME))
+        if (folder / FILE_NAME).exists():
+            return 1, list(_read_header(folder / FILE_NAME))
+        shards = _numbered(folder)
+        return len(shards), _distinct(shards)
     homes = _read_index(folder / INDEX_NAME)
     tensors: list[_Tensor] = []
     names = sorted(set(homes.values()))
@@ -186,6 +190,48 @@ def _read_folder(folder: Path) -> tuple[int, list[_Tensor]]:
             f"there; {AGAIN}"
         )
     return len(names), tensors
+
+
+def _numbered(folder: Path) -> list[Path]:
+    """Return the files of a folder without an index, which are numbered: as many as their names state, in order."""
+    found = sorted(path for path in folder.glob(SHARDS) if _SHARD.fullmatch(path.name))
+    if not found:
+        raise PlanError(
+            f"{_shown(folder)} holds neither {FILE_NAME} nor {INDEX_NAME}, nor files {SHARDS}; give a folder that does, "
+            "or give weights_bytes (--weights)"
+        )
+    stated = {path.name.rpartition("-of-")[2] for path in found}
+    if len(stated) > 1:
+        raise PlanError(
+            f"{_shown(folder)} holds files of several sets ({', '.join(sorted(stated))}) and no {INDEX_NAME}; {AGAIN}"
+        )
+    (ending,) = stated
+    digits, count = ending.removesuffix(ENDING), len(found)
+    numbers = {int(path.name.split("-")[1]) for path in found}
+    lacking = next((number for number in range(1, int(digits) + 1) if number not in numbers), None)
+    if lacking is not None or count != int(digits):
+        name = f"model-{lacking or 0:0{len(digits)}}-of-{ending}"
+        raise PlanError(
+            f"{_shown(folder)} holds {count} of {int(digits)} files of weights and no {INDEX_NAME}, which would list them; "
+            f"{printable(name)} is missing: {AGAIN}"
+        )
+    return found
+
+
+def _distinct(paths: list[Path]) -> list[_Tensor]:
+    """Return the tensors of files of one set, each of which is in one of them."""
+    homes: dict[str, Path] = {}
+    tensors = []
+    for path in paths:
+        for tensor in _read_header(path):
+            if tensor.name in homes:
+                raise PlanError(
+                    f"{_shown(path)} holds the tensor {printable(tensor.name)!r}, which {_shown(homes[tensor.name])} "
+                    f"holds too; {AGAIN}"
+                )
+            homes[tensor.name] = path
+            tensors.append(tensor)
+    return tensors
 
 
 def _check_home(path: Path, tensor: str, home: str | None) -> None:

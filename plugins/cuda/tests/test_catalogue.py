@@ -27,13 +27,13 @@ def test_h200_is_143771_mib_less_768_and_512():
 @pytest.mark.parametrize(
     ("name", "usable_mib", "capabilities"),
     [
-        ("a100-40gb", 39_680, "sm_80 software_float8 memory_saver"),
-        ("a100-80gb", 80_640, "sm_80 software_float8 memory_saver"),
-        ("l40s", 44_788, "sm_89 memory_saver"),
-        ("h100", 80_279, "sm_90 skip_kv_cache:fa3 skip_kv_cache:fa4 memory_saver"),
-        ("h200", 142_491, "sm_90 skip_kv_cache:fa3 skip_kv_cache:fa4 memory_saver"),
+        ("a100-40gb", 39_680, "sm_80 software_float8 software_blocks8 memory_saver"),
+        ("a100-80gb", 80_640, "sm_80 software_float8 software_blocks8 memory_saver"),
+        ("l40s", 44_788, "sm_89 software_blocks8 memory_saver"),
+        ("h100", 80_279, "sm_90 skip_kv_cache:fa3 skip_kv_cache:fa4 software_blocks8 memory_saver"),
+        ("h200", 142_491, "sm_90 skip_kv_cache:fa3 skip_kv_cache:fa4 software_blocks8 memory_saver"),
         ("b200", 182_079, "sm_100 skip_kv_cache:fa4 fp4 memory_saver"),
-        ("rtx4090", 23_284, "sm_89 memory_saver"),
+        ("rtx4090", 23_284, "sm_89 software_blocks8 memory_saver"),
         ("rtx5090", 31_327, "sm_120 fp4 memory_saver"),
     ],
 )

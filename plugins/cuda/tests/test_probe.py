@@ -61,7 +61,7 @@ def test_a_device_is_described_by_its_ordinal():
     assert (found.device_type, found.index, found.name) == ("cuda", 0, "NVIDIA Made-Up 0")
     assert (found.free_bytes, found.total_bytes) == (107_374_182_400, 150_323_855_360)
     assert found.granularity_bytes == 2_097_152
-    assert found.capabilities == ("sm_90", "skip_kv_cache:fa3", "skip_kv_cache:fa4", "memory_saver")
+    assert found.capabilities == ("sm_90", "skip_kv_cache:fa3", "skip_kv_cache:fa4", "software_blocks8", "memory_saver")
     assert found.source == "torch.cuda.mem_get_info of torch 2.9.0+made.up"
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import msgspec
 from kvdock.device import DeviceInfo
-from kvdock.hardware import SOFTWARE_FLOATS
+from kvdock.hardware import SOFTWARE_BLOCKS, SOFTWARE_FLOATS
 from kvdock.objections import SAVES_MEMORY, SKIPS_KV
 
 MIB = 2**20
@@ -34,7 +34,7 @@ FP4 = "fp4"
 """Capability of devices whose kernels read keys and values of 4 bits."""
 
 FIRST_FP4 = (10, 0)
-"""The first compute capability with 4-bit floats."""
+"""The first compute capability with 4-bit floats, and with blocks of floats whose scales are powers of two."""
 
 FIRST_FP8 = (8, 9)
 """The first compute capability with 8-bit floats; before, kernels convert them, which engines' do."""
@@ -77,7 +77,8 @@ def capabilities(major: int, minor: int) -> tuple[str, ...]:
     """Return what a compute capability can do: its own name (``sm_90``) first, then what follows from it."""
     skipping = [f"{SKIPS_KV}{backend}" for backend, majors in SKIPPING.items() if major in majors]
     fp4 = [FP4] if (major, minor) >= FIRST_FP4 else []
-    software = [SOFTWARE_FLOATS] if (major, minor) < FIRST_FP8 else []
+    lacking = {SOFTWARE_FLOATS: FIRST_FP8, SOFTWARE_BLOCKS: FIRST_FP4}
+    software = [name for name, first in lacking.items() if (major, minor) < first]
     return (f"sm_{major}{minor}", *skipping, *fp4, *software, SAVES_MEMORY)
 
 
