@@ -111,7 +111,8 @@ def kv_bytes_held(
 def _most_slots(space: Space, own: int) -> int:
     """Return the slots that a request holds at most, if it has `own` slots of tokens."""
     if space.name == DEVICE:
-        return space.rule.needs  # one buffer, and the page of the newest tokens
+        # One buffer, and the page of the newest tokens; what is fixed is for requests that arrive.
+        return space.rule.needs - space.rule.fixed
     if space.window_tokens is None:
         return own
     return window_pages(space.window_tokens, space.page_size) * space.page_size

@@ -2,8 +2,9 @@
 
 import inspect
 
+import kvdock
 import pytest
-from kvdock.errors import PluginError, SlotError, UnsupportedCombination
+from kvdock.errors import BudgetError, PluginError, SlotError, UnsupportedCombination
 from kvdock_dsv4.allocators import DSV4Allocator
 from kvdock_dsv4.tiers import DSV4HiSparseAllocator
 
@@ -73,6 +74,25 @@ def test_requests_that_arrive_have_the_rows_of_their_window_on_the_device(plan, 
     assert kept["kv_host"].nbytes == 2 * page * (8192 * 8 // 4 // 64 + 1)
     table = next(b for b in found.tables if b.name == "req_to_device_buffer")
     assert table.shape == (3 + 5 + 1, 2048)
+
+
+def test_a_request_holds_as_many_device_slots_on_a_decode_worker(plan, flash):
+    def held(**options):
+        found = plan(flash, GIB40, max_running_requests=8, hisparse=True, **options)
+        return {need.name: need.needed for need in kvdock.serves(found, requests=8, length=9856).spaces}["device"]
+
+    # A buffer of 4,096 compressed rows, and those of the two pages on which a window lies.
+    assert held() == held(role="decode") == 8 * (4096 + 2 * 64)
+
+
+def test_the_smallest_decode_worker_has_a_buffer_for_a_request(plan, small):
+    options = {"role": "decode", "decode_extra_slots": 50, "max_running_requests": 1, "swa_full_tokens_ratio": 0.5}
+    with pytest.raises(BudgetError) as least:
+        plan(small, 1, **options, **TIERS)
+    found = plan(small, least.value.needed_bytes, **options, **TIERS)
+    # Of 2,048 tokens 1 of 8 has a row on the device: 128 of a buffer, 128 of a window; what arrives is beside them.
+    assert (found.max_running_requests, found.spaces["full"]) == (1, 2048)
+    assert found.spaces["device"] == 256 + 50 * 128
 
 
 def test_arrivals_take_nothing_from_other_roles(plan, flash):

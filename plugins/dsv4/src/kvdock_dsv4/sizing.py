@@ -198,8 +198,10 @@ def _requests(query: StateQuery, found: Mapping[str, Space]) -> Space:
     """Return the core's request rows, states by request paid from the same share of the budget as what they hold."""
     space = core_groups.spaces(query)[REQUESTS]
     if DEVICE in found:
-        (factor, of_tokens), each = found[DEVICE].rule.per_token, device_slots_per_request(query, _window(query))
-        caps = (*space.rule.at_most_of, (FULL, (factor, of_tokens * each)))  # what is beside that is for arrivals
+        rule = found[DEVICE].rule
+        # Of the tokens: what is fixed is for requests that arrive.
+        share = rule.per_token[0], rule.per_token[1] * (rule.needs - rule.fixed)
+        caps = (*space.rule.at_most_of, (FULL, share))
         space = msgspec.structs.replace(space, rule=msgspec.structs.replace(space.rule, at_most_of=caps))
     states = found.get(C128_STATE)
     if states is None or not space.rule.shares:
