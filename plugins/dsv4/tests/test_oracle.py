@@ -149,7 +149,7 @@ def test_what_the_engine_refuses_is_refused(plan, flash, name, error, message):
 
 def test_pages_of_128_are_refused_where_the_kernels_read_256(plan, flash):
     case = CASES["fail-deepseek-v4-page-size-128"]
-    with pytest.raises(UnsupportedCombination, match="page_size=128 is not what the kernels of cuda read"):
+    with pytest.raises(UnsupportedCombination, match="page_size=128 is not what kernels on test read"):
         plan(flash, case["options"]["budget_bytes"], device_type="cuda", page_size=128)
     assert plan_of(plan, flash, case).spaces["c4"] % 32 == 0  # the CPU's kernels read any
 

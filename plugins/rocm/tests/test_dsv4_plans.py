@@ -305,7 +305,7 @@ def test_options_without_use_here_are_errors(options, message, planned):
 
 
 def test_pages_are_those_of_the_family(planned):
-    with pytest.raises(kvdock.UnsupportedCombination, match="page_size=128 is not what the kernels of cuda read"):
+    with pytest.raises(kvdock.UnsupportedCombination, match="page_size=128 is not what kernels on mi300x read"):
         planned(max_total_tokens=4096, page_size=128)
 
 

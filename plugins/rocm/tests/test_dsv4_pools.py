@@ -117,7 +117,7 @@ def test_states_of_ratio_128_are_empty_from_the_first(cached):
         assert (score == float("-inf")).all(1).nonzero().flatten().tolist() == [c4.empty_slot]
         for pool, layer in ((c128, 2), (c4, 1)):
             width = pool.get_states(layer).kv.shape[1]
-            pool.set_states(layer, tensor(9), torch.ones(1, width), torch.ones(1, width))
+            pool.set_states(layer, tensor(5), torch.ones(1, width), torch.ones(1, width))  # of padding
         cache.clear()
 
 

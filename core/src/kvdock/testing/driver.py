@@ -350,7 +350,8 @@ class _Run:
         most = self.values.most_ahead
         if most == 0:
             return
-        ahead = self.rng.randint(1, MAX_DRAFTS if most is None else min(most, MAX_DRAFTS))
+        drafts = max(MAX_DRAFTS, draft_tokens(self.cache.token_to_kv_pool.query))
+        ahead = self.rng.randint(1, drafts if most is None else min(most, drafts))
         pieces = [(request, min(ahead, request.total - request.length)) for request in batch]
         before, allocator = self.slots.available(), self.slots.allocator
         state = allocator.backup_state()

@@ -21,6 +21,8 @@ C4, C128 = "c4", "c128"
 C4_STATE, C128_STATE = "c4_state", "c128_state"
 RATIO_OF = {C4: 4, C128: 128}
 """Space of compressed rows → tokens that one of them stands for."""
+STATE_RATIO = {C4_STATE: RATIO_OF[C4], C128_STATE: RATIO_OF[C128]}
+"""Space of states → tokens that the rows made of them stand for."""
 
 Slots = TypeVar("Slots", int, "torch.Tensor")
 
@@ -36,6 +38,20 @@ def ring_of(query: Query, ratio: int) -> int:
         return 1
     drafts = query.options.speculative_algorithm is not None
     return window_of(ratio) * (2 if drafts else 1)
+
+
+def first_needed(tokens: Slots, ratio: int) -> Slots:
+    """Return the first of a request's `tokens` whose state the next compressed row is made of; below 0: all are."""
+    return tokens // ratio * ratio - (window_of(ratio) - ratio)
+
+
+def most_drafts(rows: int, ratio: int) -> int:
+    """Return the most tokens that a step may write to `rows` states that are used in turn.
+
+    A compressed row that ends with the first of them is made of ``window_of(ratio) - 1`` states before it, and all of
+    these are still needed if no draft is accepted.
+    """
+    return rows - (window_of(ratio) - 1)
 
 
 def banks_of(query: Query) -> int:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvdock.demand import page_size_of
+from kvdock.demand import draft_tokens, page_size_of
 from kvdock.layout import TARGET
 from kvdock.queries import PlanQuery
 
-from kvdock_dsv4.geometry import C128, RATIO_OF
+from kvdock_dsv4.geometry import C128, C128_STATE, RATIO_OF, STATE_RATIO, most_drafts
 from kvdock_dsv4.model import FAMILY
 from kvdock_dsv4.settings import PAGE_SIZE, PLUGIN, STATE_DTYPES, is_online, state_dtype
 
@@ -55,7 +55,7 @@ def _page_of_kernels(query: PlanQuery) -> str | None:
     page, device = page_size_of(query), query.device.device_type
     if device not in FIXED_PAGE_DEVICES or page == PAGE_SIZE or page % RATIO_OF[C128]:
         return None
-    return f"page_size={page} is not what the kernels of {device} read for DeepSeek V4; give page_size={PAGE_SIZE}"
+    return f"page_size={page} is not what kernels on {query.device.name} read for DeepSeek V4; give page_size={PAGE_SIZE}"
 
 
 def _online_dtype(query: PlanQuery) -> str | None:
@@ -77,6 +77,36 @@ def _online_drafts(query: PlanQuery) -> str | None:
     )
 
 
+def _drafts_beyond_states(query: PlanQuery) -> str | None:
+    """Object to a step that overwrites states which it still needs, in whatever form states lie."""
+    drafts = draft_tokens(query)
+    rings = [(ratio, rows) for name, ratio in STATE_RATIO.items() if (rows := _rows_in_turn(query, name))]
+    if not drafts or not rings:
+        return None
+    most, ratio, rows = min((most_drafts(rows, ratio), ratio, rows) for ratio, rows in rings)
+    if drafts <= most:
+        return None
+    return (
+        f"{_drafts_option(query)}: a step of {drafts} tokens overwrites states of which rows of {ratio} tokens are still made, "
+        f"for a request has {rows} in turn; give speculative_num_draft_tokens={most} or less"
+    )
+
+
+def _rows_in_turn(query: PlanQuery, name: str) -> int:
+    """Return the states that the tokens of one request use in turn, as its space declares them; 0: it keeps no such ring."""
+    space = query.spaces.get(name)
+    if space is None or (name == C128_STATE and is_online(query)):
+        return 0
+    return space.rule.per_request[0] or space.page_size
+
+
+def _drafts_option(query: PlanQuery) -> str:
+    options = query.options
+    if options.speculative_num_draft_tokens:
+        return f"speculative_num_draft_tokens={options.speculative_num_draft_tokens}"
+    return f"speculative_num_steps={options.speculative_num_steps} with speculative_topk={options.speculative_topk or 1}"
+
+
 def _all_layers_slide(query: PlanQuery) -> str | None:
     if query.options.hybrid_swa != "off":
         return None
@@ -96,6 +126,7 @@ RULES: tuple[Rule, ...] = (
     _page_of_kernels,
     _online_dtype,
     _online_drafts,
+    _drafts_beyond_states,
     _all_layers_slide,
     _no_unified_memory,
 )

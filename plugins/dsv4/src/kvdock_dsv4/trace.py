@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvdock import dtypes
+from kvdock.demand import draft_tokens
 from kvdock.pools.index_keys import index_format
 from kvdock.testing.kinds import INDEX_KEY, KEY, Kind, Layer, Part, Rows, Tokens, Where
 from kvdock.testing.patterns import plain, scaled_to_limit
 from kvdock.testing.values import RunError
 
-from kvdock_dsv4.geometry import C4_STATE, RATIO_OF, window_of
+from kvdock_dsv4.geometry import C4_STATE, RATIO_OF, first_needed, window_of
 from kvdock_dsv4.packing import BLOCK, ELEMENT, ROPE_DTYPE
 from kvdock_dsv4.pools.hisparse import HiSparsePackedPool
 from kvdock_dsv4.pools.index import IndexPool
@@ -55,7 +56,7 @@ def states_kind(pool: CompressStatePool) -> Kind:
         return Kind(lambda _: parts, _write_states, _read_states, places=_place_of_request, ahead=0)
     follows_pages = pool.query.space.name == C4_STATE
     places = _places_in_pages if follows_pages else _places_in_request
-    return Kind(lambda _: parts, _write_states, _read_states, places=places, ahead=pool.ring - window_of(pool.ratio))
+    return Kind(lambda _: parts, _write_states, _read_states, places=places, ahead=draft_tokens(pool.query))
 
 
 def _write_rows(layer: Layer, where: Where, rows: Rows) -> None:
@@ -130,13 +131,15 @@ def _places_of_tiers(layer: Layer, tokens: Tokens) -> torch.Tensor:
 def _places_in_pages(layer: Layer, tokens: Tokens) -> torch.Tensor:
     """Return where the states of tokens lie in the ring of their page, of the newest tokens in it; 0 for others.
 
-    Twice a group is kept, and what was written before the sliding slots were lost is not.
+    A page that is full keeps twice a group, another what its next row is made of; what was written before the sliding
+    slots were lost is not kept.
     """
     import torch
 
-    page = layer.router.page_size
+    page, ratio = layer.router.page_size, _ratio(layer)
     last = torch.minimum(tokens.lengths, (tokens.positions // page + 1) * page)
-    is_kept = (tokens.positions + window_of(_ratio(layer)) >= last) & (tokens.positions >= tokens.firsts)
+    first = torch.where(last % page == 0, last - window_of(ratio), first_needed(last, ratio))
+    is_kept = (tokens.positions >= first) & (tokens.positions >= tokens.firsts)
     places: torch.Tensor = layer.router.translate_loc_from_full_to_state(tokens.slots)
     return torch.where(is_kept, places, 0)
 
@@ -145,7 +148,7 @@ def _places_in_request(layer: Layer, tokens: Tokens) -> torch.Tensor:
     """Return where the states of the tokens of an unfinished group lie in the ring of their request; 0 for others."""
     import torch
 
-    is_kept = tokens.positions >= tokens.lengths // _ratio(layer) * _ratio(layer)
+    is_kept = tokens.positions >= first_needed(tokens.lengths, _ratio(layer))
     places: torch.Tensor = layer.router.request_state_locs(tokens.rows, tokens.positions)
     return torch.where(is_kept, places, 0)
 

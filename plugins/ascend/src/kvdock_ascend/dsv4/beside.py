@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvdock.allocators import lengths
 from kvdock.layout import FULL, Buffer, Unit
 from kvdock.queries import AllocatorQuery
-from kvdock_dsv4.geometry import RATIO_OF
+from kvdock_dsv4.geometry import RATIO_OF, STATE_RATIO
 
-from kvdock_ascend.dsv4.spaces import STATE_RATIO, state_pages
+from kvdock_ascend.dsv4.spaces import state_pages
 
 if TYPE_CHECKING:
     import torch

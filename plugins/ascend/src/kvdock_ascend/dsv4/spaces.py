@@ -10,12 +10,9 @@ from kvdock.errors import PlanError
 from kvdock.layout import FULL, REQUESTS, Ratio, SizeRule, Space
 from kvdock.queries import Query, StateQuery
 from kvdock_dsv4 import sizing
-from kvdock_dsv4.geometry import C4, C4_STATE, C128, C128_STATE, RATIO_OF
+from kvdock_dsv4.geometry import RATIO_OF, STATE_RATIO
 
 from kvdock_ascend import rules
-
-STATE_RATIO = {C4_STATE: RATIO_OF[C4], C128_STATE: RATIO_OF[C128]}
-"""Space of states → tokens that the rows made of them stand for."""
 
 
 def spaces(query: StateQuery) -> Mapping[str, Space] | None:

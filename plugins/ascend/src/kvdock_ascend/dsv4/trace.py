@@ -6,10 +6,8 @@ from typing import TYPE_CHECKING
 
 from kvdock.testing.kinds import INDEX_KEY, KEY, Kind, Layer, Part, Rows, Tokens, Where
 from kvdock.testing.patterns import Pattern, plain
-from kvdock_dsv4.geometry import RATIO_OF, window_of
+from kvdock_dsv4.geometry import RATIO_OF, STATE_RATIO, first_needed, most_drafts
 from kvdock_dsv4.model import params_of
-
-from kvdock_ascend.dsv4.spaces import STATE_RATIO
 
 INT8_LIMIT = 127
 
@@ -33,9 +31,10 @@ def rows_kind(pool: NpuRowsPool) -> Kind:
 
 def states_kind(pool: NpuCompressStatePool) -> Kind:
     """Return how states are driven: those of the tokens of which the next compressed rows are made."""
+    rows, ratio = pool.query.space.rule.per_request[0], STATE_RATIO[pool.query.space.name]
     columns = pool.get_states(pool.layer_ids[0]).kv.shape[-1]
     parts = tuple(Part(f"{pool.query.kind} {i}", (), (plain(columns, "bfloat16"),)) for i in range(2))
-    return Kind(lambda _: parts, _write_states, _read_states, places=_places, ahead=pool.query.space.page_size // 2)
+    return Kind(lambda _: parts, _write_states, _read_states, places=_places, ahead=most_drafts(rows, ratio))
 
 
 def index_kind(pool: NpuIndexPool) -> Kind:
@@ -54,9 +53,7 @@ def _places(layer: Layer, tokens: Tokens) -> torch.Tensor:
     found: torch.Tensor = layer.router.places_for(pool.group.name, tokens.slots).clamp(min=0)
     if space not in STATE_RATIO:
         return found
-    ratio = STATE_RATIO[space]
-    begin = tokens.lengths // ratio * ratio if window_of(ratio) == ratio else tokens.lengths - window_of(ratio)
-    return torch.where(tokens.positions >= begin, found, 0)
+    return torch.where(tokens.positions >= first_needed(tokens.lengths, STATE_RATIO[space]), found, 0)
 
 
 def _write_rows(layer: Layer, where: Where, rows: Rows) -> None:

@@ -18,6 +18,40 @@ class PlacedPool(GroupedPool):
     Slots are those of the group's own space; `DSV4Pool` finds them for the slots of requests.
     """
 
+    device_types: ClassVar[frozenset[str] | None] = None
+    """Any: rows are packed, written and read by torch's own operations. Hardware whose kernels read other rows objects
+    to these, or has a variant that claims their kinds."""
+
+    def check_requests(self, rows: torch.Tensor) -> None:
+        """With debug, verify that request rows are handed out, or padding.
+
+        Raises:
+            SlotError: names one that is not.
+        """
+        requests = self.parts.request_pool
+        if not self.parts.debug or requests is None or rows.device.type == "meta":
+            return
+        if dead := sorted(set(rows.flatten().tolist()) - {0, *requests.live_rows()}):
+            raise SlotError(
+                f"group {self.group.name!r}: request row {dead[0]} belongs to no request, and so does its ring; alloc the row "
+                "first, nothing was written"
+            )
+
+    def check_distinct(self, layer_id: int, loc: torch.Tensor) -> None:
+        """With debug, verify that a call writes each place once, but for padding: the ring or page before all others.
+
+        Raises:
+            SlotError: names one that it writes more often.
+        """
+        if not self.parts.debug or loc.device.type == "meta":
+            return
+        places, counts = loc[loc >= self.query.space.page_size].unique(return_counts=True)
+        if (twice := places[counts > 1]).numel():
+            raise SlotError(
+                f"layer {layer_id}: one call writes slot {int(twice[0])} of group {self.group.name!r} more than once, and of "
+                "tokens that share a place either may stay; write a request's newest ring at most, nothing was written"
+            )
+
     def row_slots(self, loc: torch.Tensor) -> torch.Tensor:
         """Return `loc` with the padding row for tokens that own nothing here."""
         return loc.clamp(min=0)
@@ -48,6 +82,26 @@ class PlacedPool(GroupedPool):
 
     def _check_loc(self, layer_id: int | None, loc: torch.Tensor) -> None:
         super()._check_loc(layer_id, loc.clamp(min=0))
+
+
+def whole_rows(rows: torch.Tensor, count: int) -> torch.Tensor:
+    """Return `rows` after checking that they are request rows of `count`, padding included, each once; waits for the device.
+
+    Raises:
+        SlotError: other types or shapes, a row that does not exist, or one that is given twice.
+    """
+    import torch
+
+    if rows.dtype not in (torch.int64, torch.int32) or rows.dim() != 1:
+        raise SlotError(f"request rows of {rows.dtype} and shape {list(rows.shape)}; give int64 or int32 [n]")
+    if rows.device.type == "meta":
+        return rows
+    numbers = rows.tolist()
+    if outside := [row for row in numbers if not 0 <= row < count]:
+        raise SlotError(f"request row {outside[0]} is outside 0 … {count - 1}; nothing was read or written")
+    if len(set(numbers)) < len(numbers):
+        raise SlotError(f"request rows {numbers} name one twice; give each once, nothing was read or written")
+    return rows
 
 
 class UnkeyedPool(PlacedPool):

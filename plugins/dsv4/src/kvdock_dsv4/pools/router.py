@@ -18,7 +18,9 @@ from kvdock_dsv4.geometry import (
     C128,
     C128_STATE,
     RATIO_OF,
+    STATE_RATIO,
     compressed_slot,
+    first_needed,
     online_slot,
     request_state_slot,
     state_slot,
@@ -41,7 +43,7 @@ class DSV4Pool(RoutedPool):
     `set_kv_buffer` and its readers are about sliding rows, which every layer has. Compressed rows and index keys
     are written with the slot of the *last* token that they stand for; the slot of another token lands in padding.
     States that follow sliding pages are found by token slots, those that follow requests by request row and
-    position.
+    position; a row that does not exist is padding's.
     """
 
     def __init__(self, query: PoolQuery, parts: Parts) -> None:
@@ -81,27 +83,64 @@ class DSV4Pool(RoutedPool):
         return self._map.translate(loc)
 
     def translate_loc_from_full_to_compressed(self, loc: torch.Tensor, ratio: int) -> torch.Tensor:
-        """Return the compressed slots of the slots `loc`; −1 for tokens that are not the last of their group, and for −1."""
+        """Return the compressed slots of the slots `loc`; −1 for tokens that are not the last of their group, and for −1.
+
+        Raises:
+            SlotError: no layer compresses by this ratio.
+        """
         import torch
 
+        self._states_of(ratio)
         wide = loc.to(torch.int64)
         return torch.where(wide % ratio == ratio - 1, compressed_slot(wide, ratio), -1)
 
     def translate_loc_from_full_to_state(self, loc: torch.Tensor) -> torch.Tensor:
-        """Return where the states of the slots `loc` lie that follow sliding pages; 0 where those were given back."""
+        """Return where the states of the slots `loc` lie that follow sliding pages; 0 where those were given back.
+
+        Raises:
+            SlotError: no layer has such states.
+        """
         import torch
 
+        self._states_of(RATIO_OF[C4])
         swa = self.translate_loc_from_full_to_swa(loc)
         return torch.where(swa > 0, state_slot(swa, self.page_size, self._ring(C4_STATE)), swa)
 
-    def request_state_locs(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return where the states of tokens lie that follow request rows, by row and position; online: by row."""
+    def request_state_locs(
+        self, rows: torch.Tensor, positions: torch.Tensor, ratio: int = RATIO_OF[C128]
+    ) -> torch.Tensor:
+        """Return where the states of tokens lie that follow request rows, by row and position; online: by row.
+
+        Raises:
+            SlotError: there are no states of this ratio, or they do not follow request rows; floats.
+        """
         import torch
 
-        pool = self._by_kind.get((STATE, RATIO_OF[C128]))
+        space = self._space_by_request(ratio)
+        pool = self._by_kind.get((STATE, ratio))
         if isinstance(pool, OnlineStatePool):
-            return online_slot(rows.to(torch.int64), 0, pool.banks)
-        return request_state_slot(rows.to(torch.int64), positions.to(torch.int64), self._ring(C128_STATE))
+            return online_slot(self._known_rows(space, rows), 0, pool.banks)
+        whole_positions(positions)
+        return request_state_slot(self._known_rows(space, rows), positions.to(torch.int64), self._ring(space))
+
+    def request_state_mask(self, lengths: torch.Tensor, ratio: int = RATIO_OF[C128]) -> torch.Tensor:
+        """Return which states of a request's ring are its own and are still needed, bool ``[n, ring]``.
+
+        Those of which the row is made to which the last of so many written tokens belongs. Others are of earlier tokens, or
+        of whoever had the ring before, which is not cleared when it is handed out: read the empty state for them.
+
+        Raises:
+            SlotError: there are no rings of this ratio that follow request rows.
+        """
+        import torch
+
+        space = self._space_by_request(ratio)
+        if isinstance(self._by_kind.get((STATE, ratio)), OnlineStatePool):
+            raise SlotError(f"states of ratio {ratio} are one running state a request here, which is all its own")
+        last = lengths.to(torch.int64).unsqueeze(-1) - 1
+        ring = self._ring(space)
+        newest = last - (last - torch.arange(ring, device=last.device)) % ring
+        return (newest >= first_needed(last, ratio)) & (newest >= 0)
 
     def slots_for(self, name: str, loc: torch.Tensor) -> torch.Tensor:
         """Return what copies of the slots `loc` take of a part: −1 for tokens that own nothing there.
@@ -261,3 +300,46 @@ class DSV4Pool(RoutedPool):
 
     def _ring(self, space: str) -> int:
         return self.query.spaces[space].page_size
+
+    def _known_rows(self, space: str, rows: torch.Tensor) -> torch.Tensor:
+        """Return request rows as int64; the padding row for those that do not exist, whose places would be others'."""
+        import torch
+
+        whole_positions(rows)
+        wide = rows.to(torch.int64)
+        count = self.parts.sizes[space] // self._ring(space) + 1
+        return torch.where((wide >= 0) & (wide < count), wide, 0)
+
+    def _states_of(self, ratio: int) -> str:
+        """Return the space of a ratio's states, which each ratio of the model has.
+
+        Raises:
+            SlotError: the model has no layer of this ratio; names those that it has.
+        """
+        there = {own: name for name, own in STATE_RATIO.items() if name in self.query.spaces}
+        if ratio not in there:
+            listed = ", ".join(map(str, there)) or "no ratio"
+            raise SlotError(f"no layer compresses by a ratio of {ratio}; this model's layers have {listed}")
+        return there[ratio]
+
+    def _space_by_request(self, ratio: int) -> str:
+        """Return the space of a ratio's states, which follow request rows."""
+        space = self._states_of(ratio)
+        if self.query.spaces[space].issued_by != "request_pool":
+            raise SlotError(
+                f"states of ratio {ratio} follow sliding pages, not request rows; call translate_loc_from_full_to_state with "
+                "token slots"
+            )
+        return space
+
+
+def whole_positions(numbers: torch.Tensor) -> None:
+    """Verify that request rows or positions are whole numbers.
+
+    Raises:
+        SlotError: they are of another type.
+    """
+    import torch
+
+    if numbers.dtype not in (torch.int64, torch.int32):
+        raise SlotError(f"request rows and positions of {numbers.dtype}; give int64 or int32")

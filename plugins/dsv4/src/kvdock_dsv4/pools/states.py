@@ -15,7 +15,7 @@ from kvdock.queries import PoolQuery
 
 from kvdock_dsv4.geometry import banks_of, online_slot, request_state_slot
 from kvdock_dsv4.model import DSV4Params, params_of
-from kvdock_dsv4.pools.placed import UnkeyedPool
+from kvdock_dsv4.pools.placed import UnkeyedPool, whole_rows
 from kvdock_dsv4.settings import state_dtype
 from kvdock_dsv4.sizing import INDEX_STATE, state_guard
 
@@ -45,8 +45,9 @@ class CompressStatePool(UnkeyedPool):
     """A state a slot; the last row of each layer is the empty state, of which a row that has no past is made.
 
     Where states follow sliding pages, a page has a ring and page 0 is padding; where they follow requests, a
-    request has one and row 0 is padding. `DSV4Pool` says where a token's state lies. Nothing is zeroed when a
-    ring is handed out: a kernel reads what was written since, and the empty state for what was not.
+    request has one and row 0 is padding. `DSV4Pool` says where a token's state lies. Nothing is cleared when a
+    ring is handed out again: its other states are those of whoever had it before, so a kernel reads what was written
+    since, and the empty state for what was not (`DSV4Pool.request_state_mask`).
     """
 
     features: ClassVar[frozenset[str]] = frozenset({"fp8", "hisparse"})
@@ -94,7 +95,8 @@ class CompressStatePool(UnkeyedPool):
         """Write the vectors of a state, ``[n, columns]`` each in the order of `get_states`, to the slots `loc`.
 
         Raises:
-            SlotError: the layer keeps none here, or the shapes do not fit; nothing is written.
+            SlotError: the layer keeps none here, or the shapes do not fit; with debug, a ring that is nobody's, or a place
+                that is given twice. Nothing is written.
         """
         import torch
 
@@ -104,6 +106,7 @@ class CompressStatePool(UnkeyedPool):
             raise SlotError(f"layer {layer_id}: {len(vectors)} vectors of a state; give {self.parts_of_row}")
         for vector in vectors:
             self.check_rows(layer_id, (columns,), loc, vector)
+        self.check_distinct(layer_id, loc)
         row = torch.cat([vector.to(states.dtype) for vector in vectors], -1)
         self.parts.kernels.store(states.unsqueeze(1), self.row_slots(loc), row)
 
@@ -118,23 +121,28 @@ class CompressStatePool(UnkeyedPool):
         self._fill_empty()
 
     def get_request_copy(self, rows: torch.Tensor) -> list[torch.Tensor]:
-        """Return host copies of what the request rows `rows` own here; where states follow pages, none."""
-        return self.get_cpu_copy(self.slots_of_rows(rows)) if self._is_by_request else []
+        """Return host copies of what the request rows `rows` own here; where states follow pages, none.
+
+        Raises:
+            SlotError: a row does not exist, or is given twice; with debug, it is nobody's.
+        """
+        return self.get_cpu_copy(self._slots_of(rows)) if self._is_by_request else []
 
     def load_request_copy(self, copies: Sequence[torch.Tensor], rows: torch.Tensor) -> None:
         """Write what `get_request_copy` returned to the request rows `rows`; bit-identical.
 
         Raises:
-            SlotError: the copies are of another pool or for another number of rows; nothing is written.
+            SlotError: the copies are of another pool or for another number of rows, or as `get_request_copy`; nothing is
+                written.
         """
         self.verify_request_copy(copies, rows)
         if self._is_by_request:
-            self.load_cpu_copy(copies, self.slots_of_rows(rows))
+            self.load_cpu_copy(copies, self._slots_of(rows))
 
     def verify_request_copy(self, copies: Sequence[torch.Tensor], rows: torch.Tensor) -> None:
         """Raise what `load_request_copy` would raise, and change nothing."""
         if self._is_by_request:
-            self.verify_copies(copies, self.slots_of_rows(rows))
+            self.verify_copies(copies, self._slots_of(rows))
         elif copies:
             raise SlotError(f"group {self.group.name!r} keeps nothing by request, but {len(copies)} copies are given")
 
@@ -144,6 +152,19 @@ class CompressStatePool(UnkeyedPool):
 
         offsets = torch.arange(self.ring, dtype=torch.int64, device=rows.device)
         return request_state_slot(rows.to(torch.int64).unsqueeze(-1), offsets, self.ring).flatten()
+
+    @property
+    def row_count(self) -> int:
+        """Request rows that have states here, padding included."""
+        return self.parts.sizes[self.group.space] // self.ring + 1
+
+    def _slots_of(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.slots_of_rows(whole_rows(rows, self.row_count))
+
+    def _check_loc(self, layer_id: int | None, loc: torch.Tensor) -> None:
+        super()._check_loc(layer_id, loc)
+        if self._is_by_request:
+            self.check_requests(loc.clamp(min=0) // self.ring)
 
     @property
     def _is_by_request(self) -> bool:
@@ -244,6 +265,7 @@ class OnlineStatePool(CompressStatePool):
             raise SlotError(
                 f"group {self.group.name!r}: state {int(outside[0])} is outside 0 … {self.empty_slot}; nothing was written"
             )
+        self.check_requests(loc.clamp(min=0) // self.banks)
 
     def _named(self, states: torch.Tensor) -> Ring | Online:
         return Online(*states.chunk(3, -1))

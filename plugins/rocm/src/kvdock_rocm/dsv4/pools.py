@@ -16,7 +16,7 @@ from kvdock_dsv4.geometry import C128, RATIO_OF, compressed_slot, request_state_
 from kvdock_dsv4.model import params_of
 from kvdock_dsv4.pools.index import IndexPool
 from kvdock_dsv4.pools.packed import COMPRESSED
-from kvdock_dsv4.pools.placed import PlacedPool
+from kvdock_dsv4.pools.placed import PlacedPool, whole_rows
 from kvdock_dsv4.pools.states import CompressStatePool
 
 from kvdock_rocm.pools import NativeFloats
@@ -159,20 +159,28 @@ class RocmRowsPool(PlacedPool):
         return request_state_slot(rows.to(torch.int64).unsqueeze(-1), offsets, self.ring).flatten()
 
     def get_request_copy(self, rows: torch.Tensor) -> list[torch.Tensor]:
-        """Return host copies of the rings of the request rows `rows`, one tensor a layer."""
-        return self.get_cpu_copy(self.slots_of_rows(rows))
+        """Return host copies of the rings of the request rows `rows`, one tensor a layer.
+
+        Raises:
+            SlotError: a row does not exist, or is given twice; with debug, it is nobody's.
+        """
+        return self.get_cpu_copy(self._slots_of(rows))
 
     def load_request_copy(self, copies: Sequence[torch.Tensor], rows: torch.Tensor) -> None:
         """Write what `get_request_copy` returned to the rings of the request rows `rows`; bit-identical.
 
         Raises:
-            SlotError: the copies are of another pool or for another number of rows; nothing is written.
+            SlotError: the copies are of another pool or for another number of rows, or as `get_request_copy`; nothing is
+                written.
         """
-        self.load_cpu_copy(copies, self.slots_of_rows(rows))
+        self.load_cpu_copy(copies, self._slots_of(rows))
 
     def verify_request_copy(self, copies: Sequence[torch.Tensor], rows: torch.Tensor) -> None:
         """Raise what `load_request_copy` would raise, and change nothing."""
-        self.verify_copies(copies, self.slots_of_rows(rows))
+        self.verify_copies(copies, self._slots_of(rows))
+
+    def _slots_of(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.slots_of_rows(whole_rows(rows, self.first_compressed // self.ring))
 
     def slot_views(self) -> list[torch.Tensor]:
         """Return the rows of each layer, ``[rows, 1, 1, columns]``."""
@@ -209,7 +217,7 @@ class RocmRowsPool(PlacedPool):
         )
 
     def _check_loc(self, layer_id: int | None, loc: torch.Tensor) -> None:
-        """With debug, verify that rows exist: rings and compressed rows are of one numbering here."""
+        """With debug, verify that rows exist, and rings are somebody's; compressed rows are of one numbering with them."""
         if not self.parts.debug or loc.device.type == "meta":
             return
         outside = loc[(loc < -1) | (loc >= self.row_count)]
@@ -218,6 +226,7 @@ class RocmRowsPool(PlacedPool):
                 f"group {self.group.name!r}: row {int(outside[0])} is outside 0 … {self.row_count - 1}; "
                 "nothing was written"
             )
+        self.check_requests(loc[(loc >= 0) & (loc < self.first_compressed)] // self.ring)
 
 
 class RocmIndexPool(NativeFloats, IndexPool):
@@ -230,7 +239,8 @@ class RocmIndexPool(NativeFloats, IndexPool):
 class RocmStatePool(CompressStatePool):
     """States in the ring of their request's row, at ``row · ring + position % ring``; row 0 is padding.
 
-    Those of ratio 128 are all the empty state at first: kernels read a ring whole. Of the others the last row alone is.
+    Those of ratio 128 are all the empty state at first, of the others the last row alone is. A ring that is handed out again
+    still holds what its last request wrote: `DSV4Pool.request_state_mask` says which states are a request's own.
     """
 
     features: ClassVar[frozenset[str]] = frozenset()

@@ -9,9 +9,9 @@ from kvdock.layout import FULL, SWA
 from kvdock.planned import Parts
 from kvdock.pools import Pool, RoutedPool
 from kvdock.queries import PoolQuery
-from kvdock_dsv4.geometry import C4, C4_STATE, C128, C128_STATE, RATIO_OF, request_state_slot
+from kvdock_dsv4.geometry import RATIO_OF, request_state_slot
 from kvdock_dsv4.model import KIND
-from kvdock_dsv4.pools.router import DSV4Pool
+from kvdock_dsv4.pools.router import DSV4Pool, whole_positions
 
 from kvdock_rocm.dsv4.pools import RocmRowsPool, RocmStatePool
 from kvdock_rocm.dsv4.spaces import RATIO_OF_ROWS
@@ -19,17 +19,15 @@ from kvdock_rocm.dsv4.spaces import RATIO_OF_ROWS
 if TYPE_CHECKING:
     import torch
 
-STATE_OF = {RATIO_OF[C4]: C4_STATE, RATIO_OF[C128]: C128_STATE}
-"""Tokens that a compressed row stands for → the space of the states that it is made of."""
-
 
 class RocmDSV4Pool(DSV4Pool):
     """Finds where a layer's rows lie: compressed ones and index keys by token slot, all that slides by request row.
 
     A sliding row or a state is found by request row and position (`request_swa_locs`, `request_state_locs`), since a
     token has a place in the ring of its request and no sliding slot; so `set_kv_buffer` and its readers, which take
-    token slots, are refused. Write at most the newest ring of a request at once. What a request owns of rings is
-    copied by row (`get_request_copy`), and compressed rows and index keys by token slot.
+    token slots, are refused. Write at most the newest ring of a request at once. A row that does not exist is padding's:
+    behind the last ring lie compressed rows. What a request owns of rings is copied by row (`get_request_copy`), and
+    compressed rows and index keys by token slot.
     """
 
     def __init__(self, query: PoolQuery, parts: Parts) -> None:
@@ -56,12 +54,6 @@ class RocmDSV4Pool(DSV4Pool):
         Draft tokens count on behind the request's own, one position each, whatever branch of a tree they are of.
         """
         return self._in_ring(SWA, rows, positions)
-
-    def request_state_locs(
-        self, rows: torch.Tensor, positions: torch.Tensor, ratio: int = RATIO_OF[C128]
-    ) -> torch.Tensor:
-        """Return where the states of a ratio lie, of rows and index keys alike, by request row and position."""
-        return self._in_ring(STATE_OF[ratio], rows, positions)
 
     def translate_loc_from_full_to_row(self, loc: torch.Tensor, ratio: int) -> torch.Tensor:
         """Return where the compressed rows of a ratio lie in their layers' buffers, for the slots `loc`.
@@ -110,18 +102,23 @@ class RocmDSV4Pool(DSV4Pool):
         """Write sliding rows `k` ``[n, 1, columns]`` of the tokens at `positions` of the request rows `rows`.
 
         Raises:
-            SlotError: the layer is not here, or the shapes do not fit; with debug, a row is nobody's. Nothing is written.
+            SlotError: the layer is not here, or the shapes do not fit; with debug, a row is nobody's, or a place is given
+                twice. Nothing is written.
         """
-        self._check_rows(layer_id, rows)
-        self._rows_of(layer_id).set_kv_buffer(layer_id, self.request_swa_locs(rows, positions), k)
+        pool, loc = self._rows_of(layer_id), self._checked_ring(layer_id, rows, positions)
+        pool.check_distinct(layer_id, loc)
+        pool.set_kv_buffer(layer_id, loc, k)
 
     def read_swa_key(
         self, layer_id: int, rows: torch.Tensor, positions: torch.Tensor, dtype: torch.dtype | None = None
     ) -> torch.Tensor:
-        """Return copies ``[n, 1, columns]`` of the sliding rows of tokens that their rings still hold."""
-        found: torch.Tensor = self._rows_of(layer_id).read_kv(
-            layer_id, self.request_swa_locs(rows, positions), dtype=dtype
-        )[0]
+        """Return copies ``[n, 1, columns]`` of the sliding rows of tokens that their rings still hold.
+
+        Raises:
+            SlotError: the layer is not here, or rows and positions do not fit; with debug, a row is nobody's.
+        """
+        loc = self._checked_ring(layer_id, rows, positions)
+        found: torch.Tensor = self._rows_of(layer_id).read_kv(layer_id, loc, dtype=dtype)[0]
         return found
 
     def get_swa_key_buffer(self, layer_id: int) -> torch.Tensor:
@@ -185,18 +182,18 @@ class RocmDSV4Pool(DSV4Pool):
     def _in_ring(self, space: str, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         import torch
 
-        return request_state_slot(rows.to(torch.int64), positions.to(torch.int64), self._ring(space))
+        whole_positions(positions)
+        return request_state_slot(self._known_rows(space, rows), positions.to(torch.int64), self._ring(space))
 
-    def _check_rows(self, layer_id: int, rows: torch.Tensor) -> None:
-        """With debug, verify that request rows are handed out, or padding."""
-        requests = self.parts.request_pool
-        if not self.parts.debug or requests is None or rows.device.type == "meta":
-            return
-        if dead := sorted(set(rows.tolist()) - {0, *requests.live_rows()}):
+    def _checked_ring(self, layer_id: int, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Return where sliding rows lie; with debug, after checking that the request rows are somebody's."""
+        if rows.shape != positions.shape:
             raise SlotError(
-                f"layer {layer_id}: request row {dead[0]} belongs to no request, and so does its ring; alloc the row "
-                "first, nothing was written"
+                f"layer {layer_id}: request rows of shape {list(rows.shape)} for positions of shape "
+                f"{list(positions.shape)}; give one for each token"
             )
+        self._rows_of(layer_id).check_requests(rows)
+        return self.request_swa_locs(rows, positions)
 
 
 def _ratio_of(space: str) -> int:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvdock.demand import draft_tokens
 from kvdock.testing.kinds import KEY, Kind, Layer, Part, Rows, Tokens, Where
 from kvdock.testing.patterns import plain
 from kvdock_dsv4 import trace
-from kvdock_dsv4.geometry import window_of
+from kvdock_dsv4.geometry import first_needed
 from kvdock_dsv4.model import params_of
 from kvdock_dsv4.trace import COMPRESSED_KEY
 
@@ -26,25 +27,25 @@ def rows_kind(pool: RocmRowsPool) -> Kind:
 
     def places(layer: Layer, tokens: Tokens) -> torch.Tensor:
         found: torch.Tensor = layer.router.request_swa_locs(tokens.rows, tokens.positions)
-        return _kept(tokens, tokens.lengths - window, found)
+        return _kept(tokens, tokens.lengths + 1 - window, found)  # what the next token sees; it counts itself
 
     return Kind(
         lambda _: (own,),
         _write_ring,
         _read_ring,
         places=places,
-        ahead=pool.ring - window,
+        ahead=draft_tokens(pool.query),
         beside=(compressed,) if pool.ratio else (),
     )
 
 
 def states_kind(pool: RocmStatePool) -> Kind:
     """Return how states are driven: those of the tokens of which the next compressed row is made."""
-    ratio, window = pool.ratio, window_of(pool.ratio)
+    ratio = pool.ratio
 
     def places(layer: Layer, tokens: Tokens) -> torch.Tensor:
         found: torch.Tensor = layer.router.request_state_locs(tokens.rows, tokens.positions, ratio)
-        return _kept(tokens, tokens.lengths // ratio * ratio - (window - ratio), found)
+        return _kept(tokens, first_needed(tokens.lengths, ratio), found)
 
     return trace.states_kind(pool)._replace(places=places)
 
