@@ -101,7 +101,7 @@ REFUSED = {
     "fail-gpt-oss-budget-zero-tokens": (BudgetError, r"one request \(162 tokens\) needs"),
     "fail-gpt-oss-chunk-cap-no-room": (BudgetError, r"max_running_requests=256 needs"),
     "fail-qwen3-next-no-mamba-slot": (BudgetError, r"max_running_requests=8 needs"),
-    "fail-qwen3-next-explicit-mamba-too-large": (BudgetError, r"fewer than max_state_slots=1000"),
+    "fail-qwen3-next-explicit-mamba-too-large": (BudgetError, r"plan for less: max_state_slots=26"),
     "fail-unified-memory-plain-model": (UnsupportedCombination, r"core: unified_memory=true has nothing to share out"),
     "fail-context-longer-than-model": (PlanError, r"context_length=262144 is above the model's 131072"),
     "fail-kv-dtype-unknown": (PlanError, r"kv_cache_dtype='int3'"),

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from kvdock.demand import draft_tokens
 from kvdock.errors import PlanError, SlotError
 from kvdock.requests.decode import DecodeReqToTokenPool
 from kvdock.testing.kinds import Tokens

@@ -55,7 +55,9 @@ def _page_of_kernels(query: PlanQuery) -> str | None:
     page, device = page_size_of(query), query.device.device_type
     if device not in FIXED_PAGE_DEVICES or page == PAGE_SIZE or page % RATIO_OF[C128]:
         return None
-    return f"page_size={page} is not what kernels on {query.device.name} read for DeepSeek V4; give page_size={PAGE_SIZE}"
+    return (
+        f"page_size={page} is not what kernels on {query.device.name} read for DeepSeek V4; give page_size={PAGE_SIZE}"
+    )
 
 
 def _online_dtype(query: PlanQuery) -> str | None:
@@ -104,7 +106,9 @@ def _drafts_option(query: PlanQuery) -> str:
     options = query.options
     if options.speculative_num_draft_tokens:
         return f"speculative_num_draft_tokens={options.speculative_num_draft_tokens}"
-    return f"speculative_num_steps={options.speculative_num_steps} with speculative_topk={options.speculative_topk or 1}"
+    return (
+        f"speculative_num_steps={options.speculative_num_steps} with speculative_topk={options.speculative_topk or 1}"
+    )
 
 
 def _all_layers_slide(query: PlanQuery) -> str | None:

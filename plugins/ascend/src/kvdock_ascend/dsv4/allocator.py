@@ -15,11 +15,10 @@ from kvdock.layout import FULL, SWA, Buffer
 from kvdock.planned import Parts
 from kvdock.queries import AllocatorQuery
 from kvdock_dsv4.begun import Begun
-from kvdock_dsv4.geometry import C4, C4_STATE, C128, C128_STATE, RATIO_OF
+from kvdock_dsv4.geometry import C4, C4_STATE, C128, C128_STATE, RATIO_OF, STATE_RATIO
 
 from kvdock_ascend.device import DEVICE_TYPE
 from kvdock_ascend.dsv4.beside import Beside, columns_of, map_buffer
-from kvdock_ascend.dsv4.spaces import STATE_RATIO
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from kvdock.errors import PluginError, SlotError
 from kvdock.planned import Parts
 from kvdock.queries import PoolQuery
-from kvdock_dsv4.geometry import C4_STATE, C128_STATE, RATIO_OF
+from kvdock_dsv4.geometry import C4_STATE, C128, RATIO_OF, STATE_RATIO
 from kvdock_dsv4.model import KIND
 from kvdock_dsv4.pools.router import DSV4Pool
 from kvdock_dsv4.sizing import INDEX, INDEX_STATE, STATE
@@ -15,7 +15,6 @@ from kvdock_dsv4.sizing import INDEX, INDEX_STATE, STATE
 from kvdock_ascend.device import DEVICE_TYPE
 from kvdock_ascend.dsv4.allocator import DSV4NpuAllocator
 from kvdock_ascend.dsv4.pools import NpuCompressStatePool, NpuIndexPool, NpuRowsPool
-from kvdock_ascend.dsv4.spaces import STATE_RATIO
 
 if TYPE_CHECKING:
     import torch
@@ -43,15 +42,17 @@ class DSV4NpuPool(DSV4Pool):
         """Return where the states of the slots `loc` lie in a space of states; older tokens' places are newer ones' now."""
         return self._places.translate_beside(name, loc)
 
-    def request_state_locs(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return where the states of ratio 128 of tokens lie, by request row and position."""
+    def request_state_locs(
+        self, rows: torch.Tensor, positions: torch.Tensor, ratio: int = RATIO_OF[C128]
+    ) -> torch.Tensor:
+        """Return where the states of a ratio lie, by request row and position."""
         import torch
 
         requests = self.parts.request_pool
         if requests is None:
             raise SlotError("states by request row are found through the request table, and this cache has none")
         slots = requests.req_to_token[rows.to(torch.int64), positions.to(torch.int64)]
-        return self.translate_loc_from_full_to_state(slots, C128_STATE)
+        return self.translate_loc_from_full_to_state(slots, self._states_of(ratio))
 
     def slots_for(self, name: str, loc: torch.Tensor) -> torch.Tensor:
         """Return what copies of the slots `loc` take of a part: −1 for tokens that own nothing there."""

@@ -45,7 +45,9 @@ class PlacedPool(GroupedPool):
         """
         if not self.parts.debug or loc.device.type == "meta":
             return
-        places, counts = loc[loc >= self.query.space.page_size].unique(return_counts=True)
+        import torch
+
+        places, counts = torch.unique(loc[loc >= self.query.space.page_size], return_counts=True)
         if (twice := places[counts > 1]).numel():
             raise SlotError(
                 f"layer {layer_id}: one call writes slot {int(twice[0])} of group {self.group.name!r} more than once, and of "
