@@ -227,7 +227,7 @@ def test_without_torch_the_error_says_how_to_get_it(monkeypatch):
 @pytest.mark.parametrize(
     ("device", "match"),
     [
-        (None, r"torch knows no device 'acme' here .*give device='cpu'"),
+        (None, r"torch knows no device 'acme' here .*give device='cpu' \(--on-cpu\)"),
         ("acme", "torch knows no device 'acme' here"),
         ("cuda:0", r"the plan is for acme-1 \(acme\), not for 'cuda:0'; give device='cpu'"),
     ],

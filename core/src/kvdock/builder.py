@@ -231,7 +231,7 @@ def _find_device(plan: CachePlan, device: str | torch.device | None) -> torch.de
 
     planned, index = plan.device.device_type, plan.device.index
     asked = device if device is not None else planned if index is None or planned == "cpu" else f"{planned}:{index}"
-    advice = "give device='cpu' to build it in host memory, or 'meta' to build it without memory"
+    advice = "give device='cpu' (--on-cpu) to build it in host memory, or 'meta' to build it without memory"
     try:
         where = torch.device(asked)
     except RuntimeError as error:

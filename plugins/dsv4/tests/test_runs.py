@@ -1,12 +1,16 @@
 """`kvdock run` from end to end: every value is read back, nothing leaks, and a fault is found."""
 
+import json
 import random
+import re
 
 import pytest
+from click.testing import CliRunner
 
 torch = pytest.importorskip("torch")
 torch.set_num_threads(1)
 
+from kvdock.cli import main  # noqa: E402
 from kvdock.errors import SlotError  # noqa: E402
 from kvdock.testing.driver import drive  # noqa: E402
 from kvdock.testing.trace import Arrival  # noqa: E402
@@ -131,3 +135,23 @@ def test_a_run_finds_a_ring_that_is_too_short_for_drafts(cache, tiny, monkeypatc
     monkeypatch.setattr(trace, "states_kind", lambda pool: kind(pool)._replace(ahead=None))
     with pytest.raises(WrongValue):
         drive(found, arrivals(14, seed=1), seed=2, speculating=0.5)
+
+
+@pytest.mark.parametrize(
+    ("plugin", "device", "spaces"),
+    [
+        ("cuda", "h200", {"full", "swa", "requests"}),
+        ("rocm", "mi300x", {"full", "requests"}),
+        ("ascend", "910c", {"full", "swa", "c4", "c128", "c4_state", "c128_state", "requests"}),
+    ],
+)
+def test_the_command_line_runs_each_form_in_host_memory(tiny, tmp_path, plugin, device, spaces):
+    """Which spaces are handed out tells the forms apart."""
+    pytest.importorskip(f"kvdock_{plugin}")
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(tiny))
+    command = ["run", str(config), "--device", device, "--memory", "64MiB", "--requests", "4", "--scale", "0.2"]
+    result = CliRunner().invoke(main, [*command, "--on-cpu"])
+    assert result.exit_code == 0, result.output
+    assert "4 of 4 served" in result.stdout
+    assert set(re.findall(r"peak of (\S+)", result.stdout)) == spaces

@@ -35,6 +35,7 @@ DEFAULT_REQUESTS = 16
     help="Requests to drive. Default: 16 seeded ones, or the whole trace.",
 )
 @once("--seed", type=int, default=0, show_default=True, help="Seed of arrivals and values.")
+@click.option("--on-cpu", is_flag=True, help="Build what is planned for --device in host memory, with torch's kernels.")
 @once("--scale", type=float, default=1.0, show_default=True, help="Multiply the lengths of the requests.")
 def command(
     model: str,
@@ -45,11 +46,13 @@ def command(
     requests: int | None,
     seed: int,
     scale: float,
+    on_cpu: bool,
     **values: Any,
 ) -> None:
     """Build the cache of MODEL and drive requests through it, checking every value that is read back.
 
-    Runs on the CPU unless --device names a live device, in 256MiB unless --memory says otherwise.
+    Runs on the CPU unless --device names a live device, in 256MiB unless --memory says otherwise. With --on-cpu the
+    form for any device runs here, also for one that is not.
     """
     if not 0 < scale < float("inf"):
         raise click.UsageError(f"--scale {scale} is no factor; give a number above 0")
@@ -60,7 +63,7 @@ def command(
     _need_torch()
     with foreign_prints_to_stderr():
         plan = make_plan(model, device or _host(values), memory, weights, values)
-        report = _drive(plan, _arrivals(plan, trace, requests, seed, scale), seed)
+        report = _drive(plan, _arrivals(plan, trace, requests, seed, scale), seed, on_cpu)
     from kvdock.cli.render import draw_report
 
     if report.rejected == report.arrived:
@@ -114,11 +117,11 @@ def _arrivals(plan: CachePlan, trace: str | None, requests: int | None, seed: in
     return scaled(seeded(seed, requests or DEFAULT_REQUESTS, max(2, plan.max_request_tokens)), scale)
 
 
-def _drive(plan: CachePlan, arrivals: Iterator[Arrival], seed: int) -> Report:
+def _drive(plan: CachePlan, arrivals: Iterator[Arrival], seed: int, on_cpu: bool) -> Report:
     from kvdock.builder import build
     from kvdock.testing.driver import drive
 
-    cache: KVCache = build(plan)
+    cache: KVCache = build(plan, "cpu" if on_cpu else None)
     with _progress() as show:
         return drive(cache, arrivals, seed=seed, on_progress=show)
 
