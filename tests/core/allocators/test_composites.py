@@ -131,6 +131,10 @@ class Plain(Allocator):
         for row, start, end in zip(rows, starts, ends, strict=True):
             self.free(table[row, start:end])
 
+    def checkpoint(self):
+        pages = list(self.pages)
+        return lambda: setattr(self, "pages", pages)
+
     def available_size(self):
         return len(self.pages) * self.page_size
 

@@ -1,6 +1,6 @@
 """Allocators: who hands out and takes back the slots of a space."""
 
-from kvdock.allocators.base import Allocator, Shortfall
+from kvdock.allocators.base import Allocator, Shortfall, Together, Undo
 from kvdock.allocators.hisparse import HiSparseAllocator
 from kvdock.allocators.paged import PagedAllocator
 from kvdock.allocators.pure_swa import PureSWAAllocator, PureSWASortedAllocator, PureSWATokenAllocator
@@ -19,7 +19,9 @@ __all__ = [
     "SWAAllocator",
     "Shortfall",
     "SortedAllocator",
+    "Together",
     "TokenAllocator",
+    "Undo",
     "swa_tail_start",
     "swa_tail_tokens",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -15,6 +15,28 @@ from kvdock.queries import AllocatorQuery
 
 if TYPE_CHECKING:
     import torch
+
+
+Undo = Callable[[], None]
+"""Brings an allocator, or a part of one, back to where it was."""
+
+
+class Together:
+    """Lets what allocators give back in a ``with`` block be given back by all of them, or after any error by none."""
+
+    __slots__ = ("_undo",)
+
+    def __init__(self, *parts: Allocator) -> None:
+        self._undo = [part.checkpoint() for part in parts]
+
+    def __enter__(self) -> None:
+        """Begin."""
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        """Undo all of it where an error ends the block."""
+        if kind is not None:
+            for undo in self._undo:
+                undo()
 
 
 class Shortfall(msgspec.Struct, frozen=True, kw_only=True):
@@ -205,6 +227,14 @@ class Allocator(Planned, abc.ABC):
 
         Raises:
             SlotError: something was freed since, or the token is another allocator's; nothing changes.
+        """
+
+    @abc.abstractmethod
+    def checkpoint(self) -> Undo:
+        """Return what undoes every free, restore and end of a free group since now; O(1).
+
+        For whoever drives several allocators as one, where another of them fails. Good while nothing is handed out
+        since, and only at once: states for `restore_state` from before may stay void.
         """
 
     @abc.abstractmethod

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
+    from kvdock.allocators.base import Undo
     from kvdock.requests.base import RequestPool
 
     Ints = NDArray[np.int64]
@@ -65,6 +66,7 @@ class Ledger:
         """Forget everything; pages ``1 … capacity`` exist and were never handed out."""
         import numpy as np
 
+        self._changes: list[tuple[Ints, Any, set[int], set[int]]] = []
         self._state = np.full(capacity + 1, _NEVER, dtype=np.int8)
         self._owners: dict[int, Any] = {}
         self._queued_slots: set[int] = set()
@@ -72,6 +74,7 @@ class Ledger:
     def take(self, pages: torch.Tensor, owners: Sequence[Any] | None) -> None:
         """Note pages that were handed out, with an owner each if known."""
         numbers = _to_host(pages)
+        self._changes.clear()
         self._state[numbers] = _LIVE
         for i, page in enumerate(numbers.tolist()):
             self._owners[page] = None if owners is None else owners[i]
@@ -106,33 +109,43 @@ class Ledger:
 
     def queue(self, pages: torch.Tensor) -> None:
         """Note pages that a free group holds, with all their slots."""
-        numbers = _to_host(pages)
-        self._state[numbers] = _QUEUED
-        for page in numbers.tolist():
-            self._queued_slots.update(range(page * self.page_size, (page + 1) * self.page_size))
+        numbers, size = _to_host(pages), self.page_size
+        slots = {slot for page in numbers.tolist() for slot in range(page * size, (page + 1) * size)}
+        self._become(_QUEUED, numbers, slots - self._queued_slots)
 
     def queue_slots(self, slots: torch.Tensor) -> None:
         """Note slots that a free group holds."""
         numbers = _to_host(slots)
-        self._state[numbers // self.page_size] = _QUEUED
-        self._queued_slots.update(numbers.tolist())
+        self._become(_QUEUED, numbers // self.page_size, set(numbers.tolist()) - self._queued_slots)
 
     def give(self, pages: torch.Tensor) -> None:
         """Note pages that are free again; their last owners are remembered for messages."""
-        self._state[_to_host(pages)] = _FREED
+        self._become(_FREED, _to_host(pages), set())
 
-    def backup(self) -> tuple[Any, frozenset[int]]:
-        """Return which pages are live or queued, for `restore`; O(capacity)."""
-        return self._state.copy(), frozenset(self._queued_slots)
+    def checkpoint(self) -> Undo:
+        """Return what undoes every change since now, while nothing is taken; owners are kept."""
+        count = len(self._changes)
 
-    def restore(self, state: tuple[Any, frozenset[int]]) -> None:
-        """Let the pages be live and queued that were when `backup` was called; owners are kept."""
-        self._state[:], self._queued_slots = state[0], set(state[1])
+        def undo() -> None:
+            while len(self._changes) > count:
+                numbers, states, queued, left = self._changes.pop()
+                self._state[numbers] = states
+                self._queued_slots = (self._queued_slots - queued) | left
+
+        return undo
 
     def close_group(self) -> None:
         """Note that the free group is over: what it held is free."""
-        self._state[self._state == _QUEUED] = _FREED
-        self._queued_slots.clear()
+        import numpy as np
+
+        left, self._queued_slots = self._queued_slots, set()
+        self._become(_FREED, np.flatnonzero(self._state == _QUEUED), set(), left)
+
+    def _become(self, state: int, numbers: Ints, queued: set[int], left: set[int] | None = None) -> None:
+        """Let pages have another state; slots are `queued` in a free group, or have `left` it."""
+        self._changes.append((numbers, self._state[numbers], queued, left or set()))
+        self._state[numbers] = state
+        self._queued_slots |= queued
 
     def verify_live(self, slots: torch.Tensor) -> None:
         """Verify that `slots` may be written: live, or padding; what waits in a free group may not.

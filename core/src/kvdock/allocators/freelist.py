@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     import torch
 
+    from kvdock.allocators.base import Undo
     from kvdock.allocators.ring import Journal
 
 
@@ -65,6 +66,9 @@ class FreeList(Protocol):
 
     def peek(self, count: int) -> torch.Tensor:
         """Return the `count` free pages that come next, without handing them out."""
+
+    def checkpoint(self) -> Undo:
+        """Return what undoes all that comes back, is staged or rewound since now, while nothing is taken."""
 
 
 class CollectsPages(abc.ABC):

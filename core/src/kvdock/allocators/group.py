@@ -9,6 +9,7 @@ from kvdock.allocators import lengths
 if TYPE_CHECKING:
     import torch
 
+    from kvdock.allocators.base import Undo
     from kvdock.allocators.lengths import Ints
 
 
@@ -37,6 +38,15 @@ class FreeGroup:
         self._whole.append(whole)
         if partial is not None:
             self._partial.append(torch.from_numpy(partial))
+
+    def checkpoint(self) -> Undo:
+        """Return what forgets all that is added since now."""
+        whole, partial = len(self._whole), len(self._partial)
+
+        def undo() -> None:
+            del self._whole[whole:], self._partial[partial:]
+
+        return undo
 
     def pages(self) -> torch.Tensor | None:
         """Return each page once, or ``None`` without any; waits for the device once."""

@@ -101,11 +101,19 @@ class HeldPages:
         Raises:
             SlotError: with debug, a page that is not live; the request keeps what it holds.
         """
-        if request not in self._rows:
-            return
-        self.inner.free_pages(self.pages([request]))
-        self._drop(request)
-        self._added.clear()
+        self.give(request)
+        self.forget(request)
+
+    def give(self, request: Hashable) -> None:
+        """Give back all pages of a request, before it is forgotten; raises as `free`."""
+        if request in self._rows:
+            self.inner.free_pages(self.pages([request]))
+
+    def forget(self, request: Hashable) -> None:
+        """Forget the pages of a request, which went back."""
+        if request in self._rows:
+            self._drop(request)
+            self._added.clear()
 
     def mark(self) -> int:
         """Return a point for `undo`, valid until the next `settle` or free."""
@@ -225,6 +233,12 @@ class DeviceBuffers(HeldPages):
         return np.array(
             [self.newest_at.get(r) == page for r, page in zip(requests, pages, strict=True)], dtype=np.bool_
         )
+
+    def place_newest(self, request: Hashable, page: int | None) -> None:
+        """Note which page of a request its newest page holds now, if any."""
+        self.newest_at.pop(request, None)
+        if page is not None:
+            self.newest_at[request] = page
 
     def move_on(self, requests: Sequence[Hashable], pages: Sequence[int]) -> None:
         """Note that each request's newest page holds its page ``pages[i]`` now."""

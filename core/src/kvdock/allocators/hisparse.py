@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvdock.allocators import lengths
-from kvdock.allocators.base import Shortfall
+from kvdock.allocators.base import Shortfall, Together
 from kvdock.allocators.mapped import Share
 from kvdock.allocators.ring import Mark
 from kvdock.allocators.tiers import TieredAllocator
@@ -125,12 +125,23 @@ class HiSparseAllocator(TieredAllocator):
         left = leaves[self._buffers.holds(placed.requests, [page - 1 for page in pages])]
         last = last_loc.index_select(0, lengths.to_device(left, last_loc.device))
         share = Share(len(own), names, lambda pages: self._buffers.words(placed, pages))
+        before = self.backup_state()
         slots = self._grown(growth, lambda: self.full.alloc_decode(seq_lens, seq_lens_cpu, last_loc, owners), share)
         if slots is not None and placed.requests:
-            self._erase(self._pages_of(last).to(self._map.dtype))
+            self._unmap(self._pages_of(last).to(self._map.dtype), before)
             self._buffers.move_on(placed.requests, pages)
             self._freed()
         return slots
+
+    def _unmap(self, pages: torch.Tensor, before: TierState) -> None:
+        """Map pages that a newest page left to nothing, or go back to `before`, when they still held it."""
+        words = self._mapped(pages)
+        try:
+            self._erase(pages)
+        except BaseException:
+            self.restore_state(before)
+            self._write(pages, words)
+            raise
 
     def free_pages(self, pages: torch.Tensor, has_device: bool = True) -> None:
         """Give back full pages; `has_device` says whether all of them or none have device pages of their own.
@@ -212,8 +223,9 @@ class HiSparseAllocator(TieredAllocator):
             SlotError: something was freed since, a request got a buffer or its newest page moved on, or `state`
                 is not of this allocator; nothing changes.
         """
-        self._journal.rewind(state.mark if isinstance(state, TierState) else None)
-        for side, before in zip((self.full, self.device, self.host), state.sides, strict=True):
-            side.restore_state(before)
+        with Together(self):
+            self._journal.rewind(state.mark if isinstance(state, TierState) else None)
+            for side, before in zip((self.full, self.device, self.host), state.sides, strict=True):
+                side.restore_state(before)
         self._buffers.undo(state.buffers)
         self._host_slots.undo(state.host)

@@ -8,12 +8,10 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvdock.allocators import lengths
-from kvdock.allocators.base import Allocator
+from kvdock.allocators.base import Allocator, Together, Undo
 from kvdock.allocators.debug import named_holders
 from kvdock.allocators.ring import Journal
 from kvdock.errors import SlotError
-from kvdock.planned import Parts
-from kvdock.queries import AllocatorQuery
 
 if TYPE_CHECKING:
     import torch
@@ -46,12 +44,6 @@ class MappedAllocator(Allocator):
     _map: torch.Tensor
     _journal: Journal
     _grouping = _has_queued = False
-    _lone: set[int]
-    """Live pages without a page beside them, because a call that gave both back failed half-way."""
-
-    def __init__(self, query: AllocatorQuery, parts: Parts) -> None:
-        super().__init__(query, parts)
-        self._lone = set()
 
     @abc.abstractmethod
     def _mapped(self, pages: torch.Tensor) -> torch.Tensor:
@@ -163,19 +155,42 @@ class MappedAllocator(Allocator):
 
     def free_group_begin(self) -> None:
         """Collect the frees that follow; pages of the side are looked up when they are queued."""
-        for tier in self._tiers.values():
-            tier.free_group_begin()
+        with Together(*self._tiers.values()):
+            for tier in self._tiers.values():
+                tier.free_group_begin()
         self._grouping = True
 
     def free_group_end(self) -> None:
-        """Give back what was collected, in every tier, also where one of them refuses."""
+        """Give back what was collected, in every tier, also where one of them refuses.
+
+        After an error that is no refusal the group is open in every tier as before.
+        """
         self._enter()
+        undo = self.checkpoint()
         if self._has_queued:
             self._freed()  # one side may have given back alone, and a restore is for both or neither
         self._grouping = self._has_queued = False
-        with ExitStack() as ends:  # the last that is put on it goes first
-            for tier in reversed(self._tiers.values()):
-                ends.callback(tier.free_group_end)
+        try:
+            with ExitStack() as ends:  # the last that is put on it goes first
+                for tier in reversed(self._tiers.values()):
+                    ends.callback(tier.free_group_end)
+        except SlotError:
+            raise
+        except BaseException:
+            undo()
+            raise
+
+    def checkpoint(self) -> Undo:
+        """Return what undoes every free, restore and end of a free group since now, in every tier; maps stay as they are."""
+        undo_tiers = [tier.checkpoint() for tier in self._tiers.values()]
+        flags, position = (self._grouping, self._has_queued), self._journal.position
+
+        def undo() -> None:
+            for part in undo_tiers:
+                part()
+            (self._grouping, self._has_queued), self._journal.position = flags, position
+
+        return undo
 
     def clear(self) -> None:
         """Make every slot of all tiers free again and map nothing."""
@@ -282,40 +297,24 @@ class MappedAllocator(Allocator):
 
     def _free_both(self, pages: torch.Tensor, beside: torch.Tensor) -> None:
         """Give back `pages`, and what lies beside those of them that have a page there: `beside`."""
-        if self._lone:
-            beside = self._accompanied(beside)
         side_pages = self._verified(pages, beside)
         self._give(pages, side_pages, lambda: self.numbering.free_pages(pages))
 
     def _give(self, pages: torch.Tensor, side_pages: torch.Tensor, free: Callable[[], None]) -> None:
-        """Give back what lies beside `pages`, then those by `free`; a call that fails can be made again."""
+        """Give back what lies beside `pages`, then those by `free`; after an error both are as they were."""
         if not pages.shape[0]:
             return
         words = side_pages if side_pages.shape[0] == pages.shape[0] else self._mapped(pages)
+        self._freed()  # also where it fails: the sides' own marks may be void then
         try:
-            self._erase(pages)
-            self.side.free_pages(side_pages)
+            with Together(self.side, self.numbering):
+                self._erase(pages)
+                self.side.free_pages(side_pages)
+                free()
         except BaseException:
             self._write(pages, words)
             raise
-        self._dropped()
-        try:
-            free()
-        except BaseException:
-            self._lone.update(lengths.to_host(pages).tolist())
-            raise
-        if self._lone:
-            self._lone.difference_update(lengths.to_host(pages).tolist())
-
-    def _dropped(self) -> None:
-        """Note that pages of the side were given back, or queued in a group."""
-        self._freed()
         self._has_queued |= self._grouping
-
-    def _accompanied(self, pages: torch.Tensor) -> torch.Tensor:
-        """Return those of `pages` that did not lose what lay beside them in a call that failed."""
-        numbers = lengths.to_host(pages)
-        return lengths.to_device(numbers[[page not in self._lone for page in numbers.tolist()]], pages.device)
 
     def _verified(self, pages: torch.Tensor, beside: torch.Tensor) -> torch.Tensor:
         """Return the side's pages of `beside`, those of `pages` that have one, after verifying both sides."""
@@ -325,23 +324,13 @@ class MappedAllocator(Allocator):
         self.side.verify_pages(side_pages)
         return side_pages
 
-    def _free_side_of(self, pages: torch.Tensor) -> None:
-        """Give back what lies beside live `pages`, all of which have a page there."""
+    def _free_side_of(self, pages: torch.Tensor, more: Callable[[], None] = lambda: None) -> None:
+        """Give back what lies beside live `pages`, all of which have a page there, then what `more` gives back."""
         if self.parts.debug:
             self.numbering.verify_pages(pages)
-        if self._lone:
-            pages = self._accompanied(pages)
         side_pages = self._mapped(pages)
         self._verify_mapped(pages, side_pages)
-        if not pages.shape[0]:
-            return
-        self._erase(pages)
-        try:
-            self.side.free_pages(side_pages)
-        except BaseException:
-            self._write(pages, side_pages)
-            raise
-        self._dropped()
+        self._give(pages, side_pages, more)
 
     def _verify_mapped(self, pages: torch.Tensor, side_pages: torch.Tensor) -> None:
         """With debug, verify that none of the side's pages of `pages` (or of some of them) went back before."""
@@ -352,7 +341,6 @@ class MappedAllocator(Allocator):
 
     def _forget(self) -> None:
         """Map nothing, and drop an open group."""
-        self._lone.clear()
         self._erase()
         self._grouping = self._has_queued = False
         self._freed()

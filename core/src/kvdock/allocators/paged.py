@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from kvdock.allocators import lengths
-from kvdock.allocators.base import Allocator, Shortfall
+from kvdock.allocators.base import Allocator, Shortfall, Undo
 from kvdock.allocators.debug import Ledger, held_pages
 from kvdock.allocators.freelist import FreeList
 from kvdock.allocators.group import FreeGroup
@@ -247,6 +247,8 @@ class PagedAllocator(Allocator):
     def free_group_end(self) -> None:
         """Give back what was collected; waits for the device once if tokens were freed.
 
+        After an error that is no refusal the group is open as before.
+
         Raises:
             SlotError: no group is open, or it holds more pages than are live: then the group is dropped
                 and nothing is freed.
@@ -254,10 +256,17 @@ class PagedAllocator(Allocator):
         self._enter()
         if self._group is None:
             raise SlotError(f"{self._name}: no free group is open; call free_group_begin first")
+        undo = self.checkpoint()
         group, self._group = self._group, None
-        self._ring.commit(group.pages())
-        if self._ledger is not None:
-            self._ledger.close_group()
+        try:
+            self._ring.commit(group.pages())
+            if self._ledger is not None:
+                self._ledger.close_group()
+        except SlotError:
+            raise
+        except BaseException:
+            undo()
+            raise
 
     def backup_state(self) -> Any:
         """Return a token of the present allocations."""
@@ -274,6 +283,21 @@ class PagedAllocator(Allocator):
         taken = self._ring.rewind(state)
         if self._ledger is not None:
             self._ledger.give(self._ring.peek(taken))
+
+    def checkpoint(self) -> Undo:
+        """Return what undoes every free, restore and end of a free group since now."""
+        group, undo_ring = self._group, self._ring.checkpoint()
+        undo_group = None if group is None else group.checkpoint()
+        undo_ledger = None if self._ledger is None else self._ledger.checkpoint()
+
+        def undo() -> None:
+            undo_ring()
+            self._group = group
+            for part in (undo_group, undo_ledger):
+                if part is not None:
+                    part()
+
+        return undo
 
     def clear(self) -> None:
         """Make every page free again and drop an open group."""

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
+    from kvdock.allocators.base import Undo
+
 
 class Mark(NamedTuple):
     """A point of a `Journal` to come back to."""
@@ -211,6 +213,15 @@ class PageRing:
     def peek(self, count: int) -> torch.Tensor:
         """Return the `count` free pages that come next, without handing them out."""
         return self._read(self._head, count)
+
+    def checkpoint(self) -> Undo:
+        """Return what undoes all that comes back, is staged or rewound since now: the ring still holds what it held."""
+        head, free, staged, position = self._head, self.free, self.staged, self.journal.position
+
+        def undo() -> None:
+            self._head, self.free, self.staged, self.journal.position = head, free, staged, position
+
+        return undo
 
     def _read(self, start: int, count: int) -> torch.Tensor:
         import torch

@@ -298,6 +298,16 @@ class FreeRuns:
             self._insert_many(ordered.take(bounds[:-1] + 1), ordered.take(bounds[1:]) + 1)
         self.free += count
 
+    def withdraw(self, pages: NDArray[np.integer]) -> None:
+        """Hold `pages` no more, which are free; O(capacity), for a call that failed after it gave them back."""
+        import numpy as np
+
+        left = np.setdiff1d(self.peek(self.free), pages)
+        self._tree.clear()
+        self._by_class = [0] * _CLASSES
+        self.free = 0
+        self.give(left)
+
     def _check(self, ordered: Ints, gaps: Ints) -> None:
         if int(ordered[0]) < 1 or int(ordered[-1]) > self.capacity:
             outside = ordered[(ordered < 1) | (ordered > self.capacity)].tolist()[:8]

@@ -8,6 +8,7 @@ through pinned memory: they are counted at once and merged when they have arrive
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvdock.allocators import lengths
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
     from numpy.typing import NDArray
+
+    from kvdock.allocators.base import Undo
 
     Numbers = NDArray[np.int32]
 
@@ -111,6 +114,7 @@ class PageRuns(CollectsPages):
     ) -> None:
         super().__init__()
         self.journal = Journal(name)
+        self._back: list[Numbers | torch.Tensor] = []
         self.runs = runs
         self._taken = taken
         self._inbox = inbox
@@ -137,6 +141,7 @@ class PageRuns(CollectsPages):
             raise BuildError(f"{self.journal.name}: {capacity} pages do not fit runs of {self.max_capacity}")
         self.capacity = capacity
         self.free = capacity
+        self._back.clear()
         self.unstage()
         self._refill(capacity)
         self._freed()
@@ -150,6 +155,7 @@ class PageRuns(CollectsPages):
         if count > self.free:
             return None
         pages = self._hand_out(count)
+        self._back.clear()
         self.free -= count
         self.journal.position += count
         return pages
@@ -166,6 +172,7 @@ class PageRuns(CollectsPages):
             return
         self.require_live(count)
         self._collect(pages)
+        self._back.append(pages)
         self.free += count
         self._freed()
 
@@ -199,6 +206,20 @@ class PageRuns(CollectsPages):
         start = self.journal.position - self._base
         return lengths.to_device(self._taken[start : start + count].astype(np.int64), self._device)
 
+    def checkpoint(self) -> Undo:
+        """Return what undoes all that comes back, is staged or rewound since now; to undo costs O(capacity)."""
+        free, staged, position = self.free, self.staged, self.journal.position
+        parts, length, count = self._parts, len(self._parts), len(self._back)
+
+        def undo() -> None:
+            if len(self._back) > count:
+                self._withdraw(self._back[count:])
+                del self._back[count:]
+            del parts[length:]
+            self.free, self._parts, self.staged, self.journal.position = free, parts, staged, position
+
+        return undo
+
     def peek(self, count: int) -> torch.Tensor:
         """Return the `count` free pages that come next, without handing them out."""
         self._settle(count)
@@ -224,7 +245,18 @@ class PageRuns(CollectsPages):
 
     def _return(self, count: int) -> None:
         start = self.journal.position - self._base
-        self.runs.give(self._taken[start : start + count])
+        pages = self._taken[start : start + count]
+        self.runs.give(pages)
+        self._back.append(pages)
+
+    def _withdraw(self, parts: Sequence[Numbers | torch.Tensor]) -> None:
+        """Hold pages no more that came back, those that are on their way included: waits for them."""
+        import numpy as np
+        import torch
+
+        self._settle(self.capacity)
+        numbers = [lengths.to_host(part) if isinstance(part, torch.Tensor) else part for part in parts]
+        self.runs.withdraw(np.concatenate(numbers))
 
     def _settle(self, count: int) -> None:
         """Merge what has arrived, and wait for more until `count` pages are here."""
@@ -262,6 +294,9 @@ class CountedRuns(PageRuns):
         """Keep nothing: `free` counts them."""
 
     def _return(self, count: int) -> None:
+        """Keep nothing: `free` counts them."""
+
+    def _withdraw(self, parts: Sequence[Numbers | torch.Tensor]) -> None:
         """Keep nothing: `free` counts them."""
 
     def _refill(self, capacity: int) -> None:

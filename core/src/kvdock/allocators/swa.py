@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvdock.allocators import lengths, window
-from kvdock.allocators.base import Shortfall
+from kvdock.allocators.base import Shortfall, Together
 from kvdock.allocators.debug import held_pages
 from kvdock.allocators.mapped import MappedAllocator
 from kvdock.allocators.ring import Journal, Mark
@@ -241,9 +241,10 @@ class SWAAllocator(MappedAllocator):
             SlotError: something was freed on either side since, or `state` is not of this allocator.
         """
         self._enter()
-        self._journal.rewind(state.mark if isinstance(state, SWAState) else None)
-        self.full.restore_state(state.full)
-        self.swa.restore_state(state.swa)
+        with Together(self):
+            self._journal.rewind(state.mark if isinstance(state, SWAState) else None)
+            self.full.restore_state(state.full)
+            self.swa.restore_state(state.swa)
 
     def check(self, held: torch.Tensor | None = None) -> None:
         """Verify both sides, and that the live sliding pages are exactly those that live full pages map to.

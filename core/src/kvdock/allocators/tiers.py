@@ -6,6 +6,7 @@ from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvdock.allocators import lengths
+from kvdock.allocators.base import Together
 from kvdock.allocators.debug import named_holders
 from kvdock.allocators.held import DeviceBuffers, HeldPages, HostSlots
 from kvdock.allocators.mapped import MappedAllocator
@@ -128,17 +129,18 @@ class TieredAllocator(MappedAllocator):
         if len(self._buffers) >= self.max_device_buffers:
             return None
         before = self.device.backup_state()
-        taken = self._divided(own, pages, tokens % self.page_size != 0, request)
-        if taken is None:
-            return None
         try:
+            taken = self._divided(own, pages, tokens % self.page_size != 0, request)
+            if taken is None:
+                return None
+            given = self._slots_of(torch.cat((taken.read, taken.newest)))
             self._hold_buffer(request, row, logical, taken)
         except BaseException:
             self.device.restore_state(before)
             raise
         self._has_queued |= self._grouping and taken.left.shape[0] > 0
         self._freed()
-        return self._slots_of(torch.cat((taken.read, taken.newest)))
+        return given
 
     def grow_device_buffer(self, request: Hashable, slots: int) -> torch.Tensor | None:
         """Make a request's buffer `slots` slots large and return the new ones, or ``None`` if there are too few.
@@ -211,11 +213,14 @@ class TieredAllocator(MappedAllocator):
         """
         if request not in self._buffers and request not in self._host_slots:
             return
-        self._unmap_newest(request)
-        self._buffers.free(request)
-        self._host_slots.free(request)
+        self._freed()  # also where it fails: the tiers' own marks may be void then
+        with Together(self.device, self.host):
+            self._buffers.give(request)
+            self._host_slots.give(request)
+            self._unmap_newest(request)
+        self._buffers.forget(request)
+        self._host_slots.forget(request)
         self._has_queued |= self._grouping
-        self._freed()
 
     def translate(self, loc: torch.Tensor) -> torch.Tensor:
         """Return the device slots of full slots: −1 for −1, 0 where the rows are not on the device."""
@@ -355,15 +360,23 @@ class TieredAllocator(MappedAllocator):
 
     def _place_newest(self, request: Hashable) -> None:
         """Map the page in which a request's tokens end to its newest page, and the one that was mapped to nothing."""
-        self._unmap_newest(request)
         row, (page, used) = self._row(request), divmod(self._length(request), self.page_size)
-        if used:
-            self._write(self._logical_page(row, page), self._buffers.newest_pages([request]))
-            self._buffers.newest_at[request] = page
+        at = self._buffers.newest_at.get(request)
+        touched = [self._logical_page(row, place) for place in (at, page if used else None) if place is not None]
+        words = [self._mapped(pages) for pages in touched]
+        try:
+            self._unmap_newest(request)
+            if used:
+                self._write(touched[-1], self._buffers.newest_pages([request]))
+        except BaseException:
+            for pages, before in zip(touched, words, strict=True):
+                self._write(pages, before)
+            raise
+        self._buffers.place_newest(request, page if used else None)
 
     def _unmap_newest(self, request: Hashable) -> None:
         """Map to nothing what still maps to a request's newest page: its full page may be another's by now."""
-        at = self._buffers.newest_at.pop(request, None)
+        at = self._buffers.newest_at.get(request)
         if at is None:
             return
         pages, newest = self._logical_page(self._buffers.rows()[request], at), self._buffers.newest_pages([request])

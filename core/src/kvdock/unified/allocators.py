@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from kvdock.allocators import lengths
@@ -84,14 +83,6 @@ class BackedRing(PageRing):
             raise
         super().commit()
 
-    def counts(self) -> tuple[int, int, int, int]:
-        """Return the counts of the ring, which `recount` sets again: what was given or rewound since is still in it."""
-        return self._head, self.free, self.staged, self.journal.position
-
-    def recount(self, counts: tuple[int, int, int, int]) -> None:
-        """Let the ring be as it was, where nothing was taken since and places are back."""
-        self._head, self.free, self.staged, self.journal.position = counts
-
     def backup(self) -> Taken:
         """Return the present point, for `rewind`."""
         return Taken(self.journal.mark(), self.segment.backup())
@@ -160,27 +151,6 @@ class UnifiedAllocator(PagedAllocator):
         count = lengths.whole_count(pages if swa_pages is None else swa_pages, "pages")
         return self.memory.shortfall({self.space: count}, {self.space: self.numbers})
 
-    def free_group_end(self) -> None:
-        """Give back what was collected; after an error that is no refusal the group is open as before."""
-        with self.whole():
-            super().free_group_end()
-
-    @contextlib.contextmanager
-    def whole(self) -> Iterator[None]:
-        """Let what is given back inside be given back as a whole: an error that is no refusal leaves all as it was."""
-        counts, group = self._backed.counts(), self._group
-        live = None if self._ledger is None else self._ledger.backup()
-        try:
-            yield
-        except SlotError:
-            raise
-        except BaseException:
-            self._backed.recount(counts)
-            self._group = group
-            if self._ledger is not None and live is not None:
-                self._ledger.restore(live)
-            raise
-
     def check(self, held: torch.Tensor | None = None) -> None:
         """Verify the ring, that exactly the pages of `held` are live, and the tables of every space; O(capacity).
 
@@ -226,48 +196,18 @@ class UnifiedSWAAllocator(SWAAllocator):
 
     def free_group_end(self) -> None:
         """Give back what was collected; after an error that is no refusal the group is open on both sides as before."""
-        has_queued = self._has_queued
-        try:
-            with self._whole():
-                super().free_group_end()
-        except SlotError:
-            raise
-        except BaseException:
-            self._grouping, self._has_queued = True, has_queued
-            raise
+        with self.memory.whole(keeps_refused=True):
+            super().free_group_end()
 
     def restore_state(self, state: Any) -> None:
         """Take back what both sides handed out since `state`, or after an error nothing."""
-        position = self._journal.position
-        try:
-            with self._whole():
-                super().restore_state(state)
-        except BaseException:
-            self._journal.position = position
-            raise
+        with self.memory.whole():
+            super().restore_state(state)
 
     def _give(self, pages: torch.Tensor, side_pages: torch.Tensor, free: Callable[[], None]) -> None:
         """Give back pages and what lies beside them, or after an error neither."""
-        words, lone = self._mapped(pages), set(self._lone)
-        try:
-            with self._whole():
-                super()._give(pages, side_pages, free)
-        except SlotError:
-            raise
-        except BaseException:
-            self._write(pages, words)
-            self._lone = lone
-            raise
-
-    @contextlib.contextmanager
-    def _whole(self) -> Iterator[None]:
-        """Let what both sides give back inside be given back on both, or after an error that is no refusal on none."""
-        with contextlib.ExitStack() as sides:
-            for side in self._tiers.values():
-                if isinstance(side, UnifiedAllocator):
-                    sides.enter_context(side.whole())
-            sides.enter_context(self.memory.whole())
-            yield
+        with self.memory.whole():
+            super()._give(pages, side_pages, free)
 
     def _has_room(self, pages: int, side_pages: int) -> bool:
         return super()._has_room(pages, side_pages) and self.memory.fits({FULL: pages, SWA: side_pages})

@@ -289,15 +289,16 @@ class UnifiedMemory:
             self._released.append((segment, pages, owned))
 
     @contextlib.contextmanager
-    def whole(self) -> Iterator[None]:
-        """Let all pages that are released inside come back, or after an error that is no refusal none of them."""
+    def whole(self, keeps_refused: bool = False) -> Iterator[None]:
+        """Let all pages that are released inside come back, or after an error none of them.
+
+        With `keeps_refused` what came back before a refusal stays.
+        """
         released = self._released = []
         try:
             yield
-        except SlotError:
-            raise
-        except BaseException:
-            while released:
+        except BaseException as error:
+            while released and not (keeps_refused and isinstance(error, SlotError)):
                 segment, pages, _ = released.pop()
                 segment.back(pages)
             raise

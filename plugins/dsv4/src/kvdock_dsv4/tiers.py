@@ -6,7 +6,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import msgspec
-from kvdock.allocators import Shortfall, SWAAllocator, lengths, window
+from kvdock.allocators import Shortfall, SWAAllocator, Together, lengths, window
 from kvdock.allocators.held import HeldPages
 from kvdock.allocators.mapped import MappedAllocator
 from kvdock.allocators.ring import Journal, Mark
@@ -218,7 +218,7 @@ class DSV4HiSparseAllocator(MappedAllocator):
         """Give back full pages; `has_swa` says whether all or none are still in the window, and so on the device."""
         lengths.require_row("pages", pages)
         pages = pages.to(self._map.dtype)
-        device = self._verified(pages, self._still_there(pages if has_swa else pages[:0]))
+        device = self._verified(pages, pages if has_swa else pages[:0])
         self._give(pages, device, lambda: self.logical.free_pages(pages, has_swa))
 
     def free_rows(
@@ -241,7 +241,7 @@ class DSV4HiSparseAllocator(MappedAllocator):
         begins = ranges.starts if swa_starts is None else lengths.on_host(swa_starts, "swa_starts")
         pages = whole.pages(table, self.parts.kernels).to(self._map.dtype)
         chosen = lengths.to_device(whole.from_tokens(begins).positions_in(whole), pages.device)
-        device = self._verified(pages, self._still_there(pages.index_select(0, chosen)))
+        device = self._verified(pages, pages.index_select(0, chosen))
         self._give(pages, device, lambda: self.logical.free_rows(table, rows, starts, ends, swa_starts))
 
     def free_swa(self, indices: torch.Tensor) -> None:
@@ -256,8 +256,7 @@ class DSV4HiSparseAllocator(MappedAllocator):
         """Give back the sliding pages of full pages that still have one, and their rows on the device; never waits."""
         lengths.require_row("pages", pages)
         pages = pages.to(self._map.dtype)
-        self._free_side_of(pages)
-        self.logical.free_swa_pages(pages)
+        self._free_side_of(pages, lambda: self.logical.free_swa_pages(pages))
 
     def free_swa_rows(
         self, table: torch.Tensor, rows: Sequence[int], starts: Sequence[int], ends: Sequence[int]
@@ -309,9 +308,10 @@ class DSV4HiSparseAllocator(MappedAllocator):
         Raises:
             SlotError: something was freed since, or `state` is not of this allocator; nothing changes.
         """
-        self._journal.rewind(state.mark if isinstance(state, TierState) else None)
-        self.logical.restore_state(state.logical)
-        self.device.restore_state(state.device)
+        with Together(self):
+            self._journal.rewind(state.mark if isinstance(state, TierState) else None)
+            self.logical.restore_state(state.logical)
+            self.device.restore_state(state.device)
         self._buffers.undo(state.buffers)
 
     def resize(self, sizes: Mapping[str, int]) -> None:
@@ -384,9 +384,6 @@ class DSV4HiSparseAllocator(MappedAllocator):
         self._verify_mapped(beside, device)
         self.device.verify_pages(device)
         return device
-
-    def _still_there(self, pages: torch.Tensor) -> torch.Tensor:
-        return self._accompanied(pages) if self._lone else pages
 
     def _mapped(self, pages: torch.Tensor) -> torch.Tensor:
         return self.c4_to_device.index_select(0, pages)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 from kvdock.allocators import SWAAllocator, lengths
-from kvdock.allocators.base import Shortfall
+from kvdock.allocators.base import Shortfall, Together
 from kvdock.allocators.swa import SWAState
 from kvdock.errors import SlotError
 from kvdock.layout import FULL, SWA, Buffer
@@ -114,20 +113,16 @@ class DSV4NpuAllocator(SWAAllocator):
         owners: Sequence[Any] | None = None,
     ) -> OutCacheLoc | None:
         """Return where the new tokens of a batch write in every space; ``None`` if any is short."""
-        slots = self.alloc_extend(
-            prefix_lens, prefix_lens_cpu, seq_lens, seq_lens_cpu, last_loc, extend_num_tokens, owners
-        )
-        return None if slots is None else self.bundle(slots, prefix_lens_cpu, seq_lens_cpu)
+        batch = (prefix_lens, prefix_lens_cpu, seq_lens, seq_lens_cpu, last_loc, extend_num_tokens, owners)
+        return self._bundled(lambda: self.alloc_extend(*batch), prefix_lens_cpu, seq_lens_cpu)
 
     def alloc_decode_bundle(
         self, seq_lens: torch.Tensor, seq_lens_cpu: Lens, last_loc: torch.Tensor, owners: Sequence[Any] | None = None
     ) -> OutCacheLoc | None:
         """Return where one token a request writes in every space; ``None`` if any is short."""
-        slots = self.alloc_decode(seq_lens, seq_lens_cpu, last_loc, owners)
-        if slots is None:
-            return None
         growth = lengths.decode_growth(seq_lens_cpu, self.page_size)
-        return self.bundle(slots, growth.prefix.tolist(), growth.seq.tolist())
+        take = lambda: self.alloc_decode(seq_lens, seq_lens_cpu, last_loc, owners)  # noqa: E731
+        return self._bundled(take, growth.prefix.tolist(), growth.seq.tolist())
 
     def bundle(self, slots: torch.Tensor, prefix_lens_cpu: Lens, seq_lens_cpu: Lens) -> OutCacheLoc:
         """Return where new tokens write whose full slots are known; never waits for the device."""
@@ -163,17 +158,17 @@ class DSV4NpuAllocator(SWAAllocator):
         pages = lengths.to_host(lengths.distinct_pages(indices.reshape(-1), self.page_size))
         new = [page for page in pages.tolist() if page not in self._queued]
         owned = self._beside.owned(lengths.to_device(lengths.on_host(new, "pages"), indices.device))
-        super().free(indices)
+        free = super().free
+        self._give_all(owned, lambda: free(indices))
         if self._grouping:
             self._queued.update(new)
-        self._give_others(owned)
 
     def free_pages(self, pages: torch.Tensor, has_swa: bool = True) -> None:
         """Give back full pages and all that lies beside them; waits for the device once."""
         self.full.verify_pages(pages)
         owned = self._beside.owned(pages.to(self._map.dtype))
-        super().free_pages(pages, has_swa)
-        self._give_others(owned)
+        free = super().free_pages
+        self._give_all(owned, lambda: free(pages, has_swa))
 
     def free_rows(
         self,
@@ -188,8 +183,8 @@ class DSV4NpuAllocator(SWAAllocator):
         pages = bounds.pages(table, self.parts.kernels)
         self.full.verify_pages(pages)
         owned = self._beside.owned_at(pages, lengths.spread(bounds.first, bounds.last - bounds.first))
-        super().free_rows(table, rows, starts, ends, swa_starts)
-        self._give_others(owned)
+        free = super().free_rows
+        self._give_all(owned, lambda: free(table, rows, starts, ends, swa_starts))
 
     def release(self, request: Hashable) -> None:
         """Forget that a request has begun; its pages go back with its row."""
@@ -202,9 +197,12 @@ class DSV4NpuAllocator(SWAAllocator):
         return super().shortfall(pages, swa_pages) + tuple(lack for found in others for lack in found)
 
     def free_group_end(self) -> None:
-        """Give back what was collected, in every space."""
-        self._queued.clear()
-        super().free_group_end()
+        """Give back what was collected, in every space, also where one of them refuses."""
+        try:
+            super().free_group_end()
+        finally:
+            if not self._grouping:
+                self._queued.clear()
 
     def backup_state(self) -> NpuState:  # type: ignore[override]
         """Return a token of the present allocations of every space."""
@@ -216,9 +214,10 @@ class DSV4NpuAllocator(SWAAllocator):
         Raises:
             SlotError: something was freed since, or `state` is not of this allocator.
         """
-        super().restore_state(state.both if isinstance(state, NpuState) else None)
-        for name, part in self._others.items():
-            part.restore_state(state.others[name])
+        with Together(self):
+            super().restore_state(state.both if isinstance(state, NpuState) else None)
+            for name, part in self._others.items():
+                part.restore_state(state.others[name])
         self._begun.back_to(self._journal.position)
 
     def check(self, held: torch.Tensor | None = None) -> None:
@@ -279,12 +278,26 @@ class DSV4NpuAllocator(SWAAllocator):
         last = pages.new_full((len(growth.seq),), -1) if last_loc is None else last_loc
         self._beside.write(pages, growth, last, taken)
 
-    def _give_others(self, owned: dict[str, torch.Tensor]) -> None:
-        """Give pages back in every space, also where one of them refuses."""
-        with ExitStack() as gifts:
+    def _give_all(self, owned: dict[str, torch.Tensor], free: Callable[[], None]) -> None:
+        """Give back pages of all other spaces, then what `free` gives back; after an error nothing has."""
+        self._freed()  # also where it fails: the spaces' own marks may be void then
+        with Together(*(self._others[name] for name in owned)):
             for name, pages in owned.items():
                 if pages.shape[0]:
-                    gifts.callback(self._others[name].free_pages, pages)
+                    self._others[name].free_pages(pages)
+            free()
+
+    def _bundled(
+        self, take: Callable[[], torch.Tensor | None], prefix_lens_cpu: Lens, seq_lens_cpu: Lens
+    ) -> OutCacheLoc | None:
+        """Return where the new tokens write that `take` gets slots for, or take nothing."""
+        before = self.backup_state()
+        slots = take()
+        try:
+            return None if slots is None else self.bundle(slots, prefix_lens_cpu, seq_lens_cpu)
+        except BaseException:
+            self.restore_state(before)
+            raise
 
     def _first_pages(self, count: int) -> lengths.Growth:
         """Return the growth of one request from nothing to `count` pages."""
