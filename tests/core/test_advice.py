@@ -190,7 +190,7 @@ SUGGESTED = {
     "shares of the tokens": (
         "indexed",
         {"parallel": {"tp_size": 6, "dcp_size": 4}},
-        r"dcp_size=(\d+) does",
+        r"dcp_size=(\d+) does,",
         "dcp_size",
     ),
     "ranks of workers": (
