@@ -133,7 +133,10 @@ def test_the_longest_request_is_a_question_of_its_own(config):
         again = answered("plan", config, "--memory", "1GiB", "--requests", 3, "--length", answer["length"] + more)
         assert again["fits"] is fits
     assert answered("plan", config, "--memory", "1GiB", "--max-length")["requests"] == 1
-    assert "bound by full" in line_of(shown("plan", config, "--memory", "1GiB", "--max-length"), "bound by")
+    assert (
+        line_of(shown("plan", config, "--memory", "1GiB", "--max-length"), "bound by")
+        == "bound by tokens: no slot more in full"
+    )
 
 
 # How many ranks?
@@ -205,7 +208,7 @@ def test_every_rank_is_a_row(config):
     assert [row["budget_bytes"] >> 30 for row in table["ranks"]] == [70, 70, 41, 70]
     assert [row["binds"] for row in table["ranks"]] == [False, False, True, False]
     text = shown("plan", config, "--memory", memory, "--tp", 4, "--ranks")
-    assert "rank 2: budget" in line_of(text, "bound by")
+    assert line_of(text, "bound by").startswith("bound by rank 2: tokens by budget; raised by a larger budget, ")
     assert "warning: memory is uneven: rank 2 has 41.00 GiB" in text
     refused = refusal("plan", config, "--memory", memory, "--tp", 4, "--ranks", "--strict")
     assert "rank 2 has 41.00 GiB" in refused

@@ -180,3 +180,36 @@ def test_scratch_of_a_token_is_part_of_its_cost_and_scratch_of_a_pool_is_not():
     assert tokens(each) == 4 * GIB // (18_432 + 4_096)
     assert tokens(once) == (4 * GIB - 4_096) // 18_432
     assert tokens() == 4 * GIB // 18_432
+
+
+def test_requests_that_were_all_granted_are_bound_by_their_number():
+    # 4 requests on 8 tokens: two each, so memory for more tokens would not bring a fifth.
+    made = plan([mha(heads=1, dim=8)], options={"max_running_requests": 4, "max_total_tokens": 8}, context=64)
+    found = limit(made, "requests")
+    assert (found.effective, found.factor, found.raised_by) == (4, "max_running_requests", ("max_running_requests",))
+
+
+@pytest.mark.parametrize(
+    ("options", "raised_by"),
+    [
+        ({}, ("context_length with allow_longer_context",)),
+        ({"context_length": 100}, ("context_length",)),
+        ({"allow_longer_context": True}, ("context_length",)),
+    ],
+)
+def test_a_context_beyond_the_models_own_needs_leave(options, raised_by):
+    found = limit(plan([mha()], options=options, context=1000), "request_tokens")
+    assert (found.factor, found.raised_by) == ("context_length", raised_by)
+
+
+def test_a_ratio_of_windows_is_named_with_the_value_that_holds_more():
+    # 0.8 sliding slots beside each full one: half as many leave room for more of those
+    made = plan([mha(), mha(window_tokens=31)], budget=32 * MIB, options={"max_running_requests": 2}, context=4096)
+    assert "swa_full_tokens_ratio=0.4" in limit(made, "tokens").raised_by
+    again = plan(
+        [mha(), mha(window_tokens=31)],
+        budget=32 * MIB,
+        options={"max_running_requests": 2, "swa_full_tokens_ratio": 0.4},
+        context=4096,
+    )
+    assert again.max_total_num_tokens > made.max_total_num_tokens

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from kvdock.device import DeviceInfo
 from kvdock.errors import PlanError
-from kvdock.model import LayerSpec, MHAParams, ModelSpec
+from kvdock.model import LayerSpec, MHAParams, MLAParams, ModelSpec
 from kvdock.questions import again, obstacles
 from kvdock.startup import core_only
 
@@ -421,3 +421,81 @@ def test_what_is_no_plan_is_refused():
 def test_answers_are_data():
     answer = kvdock.serves(plan(budget=2 * MIB), 40, 900)
     assert msgspec.json.decode(msgspec.json.encode(answer), type=type(answer)) == answer
+
+
+LATENT = LayerSpec(kind="mla", params=MLAParams(kv_lora_rank=128, qk_rope_head_dim=64))
+
+
+def latent_plan(**fields):
+    """A plan of 4 layers of latents, of which each of 4 ranks holds a copy: 4 x 192 x 2 = 1,536 bytes a token."""
+    return plan([LATENT] * 4, parallel={"tp_size": 4}, **fields)
+
+
+def test_ranks_that_hold_copies_are_told_to_share_tokens_or_requests():
+    # 4 requests of 900 tokens hold 912 slots each, 3,648 in all; 2 MiB hold 1,365 at most. Two ranks that share the
+    # tokens hold 4 x 464 slots each, too many still, and so do two requests of 912; four ranks hold 4 x 240, or 912.
+    made = latent_plan(budget=2 * MIB)
+    answer = kvdock.serves(made, 4, 900)
+    assert {"dcp_size": 4} in changes(answer)
+    assert {"dp_size": 4, "dp_attention": True} in changes(answer)
+    assert all(used_again(made, answer, remedy) for remedy in answer.remedies)
+    assert not any(
+        change.keys() & {"dcp_size", "dp_size"} for change in changes(kvdock.serves(plan(budget=MIB), 4, 900))
+    )
+
+
+def test_a_limit_on_requests_is_raised_for_all_workers_that_share_them():
+    # 6 requests are 2 on each of 4 workers: max_running_requests counts all 8.
+    made = latent_plan(budget=3 * MIB)
+    (shared,) = (change for change in changes(kvdock.serves(made, 6, 900)) if "dp_size" in change)
+    assert shared == {"dp_size": 4, "dp_attention": True, "max_running_requests": 8}
+
+
+def test_workers_are_suggested_only_where_their_weights_are_known():
+    def made(parallel, **fields):
+        return kvdock.plan(
+            model([LATENT] * 64, 20_000),
+            device=SMALL,
+            options={"page_size": 16, "max_running_requests": 8},
+            parallel=parallel,
+            registry=core_only(),
+            **fields,
+        )
+
+    sharing = {"dp_size", "dcp_size"}
+    known = changes(kvdock.serves(made({"tp_size": 4}), 8, 10_000))
+    stated = changes(kvdock.serves(made({"tp_size": 4}, weights_bytes=MIB), 8, 10_000))
+    assert [sorted(change.keys() & sharing) for change in known if change.keys() & sharing] == [
+        ["dcp_size"],
+        ["dp_size"],
+    ]
+    assert [sorted(change.keys() & sharing) for change in stated if change.keys() & sharing] == [["dcp_size"]]
+
+
+@pytest.mark.parametrize(
+    ("make", "requests", "limit", "first"),
+    [
+        (lambda: plan(budget=2 * MIB), 4, "tokens", "budget_bytes"),
+        (lambda: plan(max_total_tokens=512), 4, "tokens", "max_total_tokens"),
+        (lambda: plan(budget=64 * MIB), 5, "requests", "max_running_requests"),
+        (lambda: plan(context_length=300), 1, "request_tokens", "context_length"),
+    ],
+)
+def test_what_stops_the_longest_request_is_named_with_what_raises_it(make, requests, limit, first):
+    made = make()
+    found = kvdock.longest(made, requests)
+    assert found.limit == limit
+    assert set(found.remedies[0].change) == {first}
+    for remedy in found.remedies:
+        assert remedy.length > found.length
+        assert used_again(made, msgspec.structs.replace(found, length=remedy.length), remedy), remedy
+
+
+def test_the_models_own_context_is_not_raised():
+    found = kvdock.longest(plan(budget=64 * MIB), 4)
+    assert (found.limit, found.remedies) == ("request_tokens", ())
+
+
+def test_a_context_is_raised_as_far_as_the_models_own_if_it_fits():
+    found = kvdock.longest(plan(budget=64 * MIB, context_length=300), 4)
+    assert found.remedies[0].change == {"context_length": 1000}

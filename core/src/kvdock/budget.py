@@ -181,11 +181,12 @@ def refuse_budget(
     device: DeviceInfo,
     options: CacheOptions,
     levers: Sequence[str],
+    divisions: Sequence[str],
     works: Works,
 ) -> BudgetError:
     """Return `error` with the advice that fits the way in which the budget was found.
 
-    Each of `levers` makes the need smaller; `works` tells whether ``budget_bytes`` or ``mem_fraction_static`` serves.
+    Each of `levers` makes the need smaller, each of `divisions` that of one rank; `works` tells whether ``budget_bytes`` or ``mem_fraction_static`` serves.
     """
     most = device.free_bytes if device.source != GIVEN_BUDGET else MOST_BYTES
     needed = _working_budget(error.needed_bytes, most, works) if budget.base == "given" else error.needed_bytes
@@ -196,6 +197,7 @@ def refuse_budget(
     else:
         advice = _fraction_advice(error.needed_bytes, budget, device, options.mem_fraction_static, works)
     less = f", or plan for less: {' or '.join(levers)}" if levers else ""
+    less += f", or divide it among the ranks: {' or '.join(divisions)}" if divisions else ""
     return BudgetError(
         f"{error}; {advice}{less}",
         needed_bytes=needed,

@@ -14,6 +14,7 @@ from kvdock.device import DeviceInfo
 from kvdock.edge import Model, plan
 from kvdock.errors import KVDockError, PlanError, nearest, one_line, printable
 from kvdock.explain import window_policy
+from kvdock.limits import Limit
 from kvdock.model import ModelSpec
 from kvdock.options import CacheOptions, Parallelism, make_options, make_parallelism
 from kvdock.planner import CachePlan
@@ -59,7 +60,7 @@ class SmallestTP(msgspec.Struct, frozen=True, kw_only=True, tag_field="question"
 class Variant(msgspec.Struct, frozen=True, kw_only=True):
     """One column of a comparison: the input that is changed, its value, and what the plan holds, or why there is none.
 
-    Bytes are those of the rank that is planned; tokens and requests those of its worker.
+    Bytes are those of the rank that is planned; tokens and requests those of its worker. `limits` say what binds them.
     """
 
     name: str
@@ -76,7 +77,7 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
     bookkeeping_bytes: int | None = None
     unused_bytes: int | None = None
     host_bytes: int | None = None
-    bound: str | None = None
+    limits: tuple[Limit, ...] = ()
     windows: str | None = None
     warnings: tuple[str, ...] = ()
 
@@ -110,7 +111,8 @@ class RankRow(msgspec.Struct, frozen=True, kw_only=True):
 class RankTable(msgspec.Struct, frozen=True, kw_only=True, tag_field="question", tag="ranks"):
     """Every rank of one replica, and what the deployment holds over all its workers.
 
-    Tokens and requests are those of all `workers`, bytes those of one of `replicas` replicas.
+    Tokens and requests are those of all `workers`, bytes those of one of `replicas` replicas; `limits` are those of the
+    rank that binds, on its own worker.
     """
 
     ranks: tuple[RankRow, ...]
@@ -122,7 +124,7 @@ class RankTable(msgspec.Struct, frozen=True, kw_only=True, tag_field="question",
     max_request_tokens: int
     total_bytes: int
     unused_bytes: int
-    bound: str
+    limits: tuple[Limit, ...]
     warnings: tuple[str, ...]
 
 
@@ -145,7 +147,7 @@ def survey(deployment: Deployment) -> RankTable:
         max_request_tokens=plans[0].max_request_tokens,
         total_bytes=deployment.total_bytes,
         unused_bytes=sum(deployment.unused_bytes),
-        bound=deployment.binding.bound,
+        limits=deployment.binding.limits,
         warnings=tuple(dict.fromkeys(warning for made in plans for warning in made.warnings)),
     )
 
@@ -413,7 +415,7 @@ def _variant(inputs: _Inputs, name: str, value: Any, failures: list[KVDockError]
         bookkeeping_bytes=made.total_bytes - kv,
         unused_bytes=made.unused_bytes,
         host_bytes=made.host_bytes,
-        bound=made.bound,
+        limits=made.limits,
         windows=window_policy(made),
         warnings=made.warnings,
     )

@@ -17,7 +17,7 @@ from kvdock.budget import Budget, refuse_budget, show_bytes
 from kvdock.errors import BudgetError, PlanError
 from kvdock.families.groups import MIN_TOKENS
 from kvdock.layout import MAX_SLOTS, REQUESTS, STATE, SizeRule, round_up
-from kvdock.levers import Attempt, find_levers, most_requests, nothing, roomier_dtype
+from kvdock.levers import Attempt, find_divisions, find_levers, most_requests, nothing, roomier_dtype
 from kvdock.model import model_to_builtins
 from kvdock.outline import Outline
 from kvdock.sizing import Problem, Solution, Solver, largest, smallest, token_factors, total_nbytes
@@ -303,11 +303,14 @@ def _with_advice(error: BudgetError, outline: Outline, budget: Budget, attempt: 
     if attempt is nothing:
         return error
     levers = find_levers(outline, attempt, "max_running_requests" in str(error), budget.base == "fraction")
+    idle = outline.device.free_bytes == outline.device.free_before_load_bytes
+    no_weights = budget.base == "given" or (idle and not budget.weights_bytes)
+    divisions = find_divisions(outline, attempt, no_weights)
 
     def works(name: str, value: float) -> bool:
         return attempt({name: value}) is not None
 
-    return refuse_budget(error, budget, outline.device, outline.options.values, levers, works)
+    return refuse_budget(error, budget, outline.device, outline.options.values, levers, divisions, works)
 
 
 def _asked(limit: int, workers: int) -> str:
@@ -400,7 +403,8 @@ class _Charge:
         own = [b for b in self.problem.buffers if b.space == REQUESTS and b.memory == "device"]
         if not own or self.nbytes(requests, page) <= self.budget_bytes:
             return
-        needed = self.least_budget(asked, page)
+        # Nobody reads the message of what is only tried, and the least budget is a search.
+        needed = self.nbytes(requests, page) if attempt is nothing else self.least_budget(asked, page)
         wanted = _Charge(self.problem, needed, self.workers).served_states(asked)
         tables = sum(bytes_of(own, spaces, {REQUESTS: wanted}, self.problem.granularity_bytes))
         fits = most_requests(attempt, self.served(requests, max(MIN_TOKENS, page)), requests, self.workers)

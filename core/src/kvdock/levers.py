@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from kvdock import dtypes
 from kvdock.layout import REQUESTS
+from kvdock.options import Parallelism
 from kvdock.outline import Outline
 from kvdock.sizing import largest
 
@@ -26,9 +27,14 @@ class Tried(Protocol):
     def max_total_num_tokens(self) -> int:
         """Tokens that are held."""
 
+    @property
+    def max_request_tokens(self) -> int:
+        """Tokens of the longest request."""
+
 
 Attempt = Callable[[dict[str, Any]], Tried | None]
-"""Plans this rank again with options changed, through all hooks; ``None`` where that is refused or does not fit."""
+"""Plans this rank again with options or parallel sizes changed, through all hooks; ``None`` where that is refused or
+does not fit."""
 
 
 def nothing(change: dict[str, Any]) -> None:
@@ -60,6 +66,43 @@ def find_levers(outline: Outline, attempt: Attempt, requests_named: bool, tokens
         if value is not None:
             found.append(f"{name}={value}")
     return found
+
+
+def find_divisions(outline: Outline, attempt: Attempt, no_weights: bool) -> list[str]:
+    """Return the parallel sizes that make a cache fit on as many ranks, each alone, as ``name=value with name=value``.
+
+    `no_weights`: none count here; those of attention would take more of each rank where workers share the requests out.
+    """
+    found = []
+    for divided in (token_divisions(outline.parallel), request_divisions(outline.parallel) if no_weights else ()):
+        sizes = next((sizes for sizes in divided if attempt(sizes) is not None), None)
+        if sizes is not None:
+            found.append(" with ".join(f"{name}={_shown(value)}" for name, value in sizes.items()))
+    return found
+
+
+def token_divisions(parallel: Parallelism) -> Iterator[dict[str, Any]]:
+    """Yield parallel sizes in which more of the same ranks share the tokens of a request, the fewest first."""
+    for size in range(parallel.dcp_size * 2, parallel.attn_tp_size + 1, parallel.dcp_size):
+        if parallel.attn_tp_size % size == 0:
+            yield {"dcp_size": size}
+
+
+def request_divisions(parallel: Parallelism) -> Iterator[dict[str, Any]]:
+    """Yield parallel sizes in which more workers on the same ranks share the requests out, the fewest first.
+
+    None where there are replicas: they share the requests out already.
+    """
+    if parallel.dp_size > parallel.attn_dp_size:
+        return
+    most = parallel.tp_size // parallel.cp_size // parallel.dcp_size
+    for size in range(parallel.attn_dp_size * 2, most + 1, parallel.attn_dp_size):
+        if most % size == 0:
+            yield {"dp_size": size, "dp_attention": True}
+
+
+def _shown(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _values(outline: Outline) -> dict[str, Iterator[Any]]:
@@ -107,10 +150,20 @@ def most_requests(attempt: Attempt, guess: int, limit: int, workers: int) -> int
     return largest(serves, 0, (guess or limit) - 1)
 
 
-def roomier_dtype(outline: Outline, attempt: Attempt, holds_more: Callable[[Tried], bool]) -> str | None:
-    """Return the widest narrower kv_cache_dtype with which a plan `holds_more`, as ``name=value``; ``None``: there is none."""
-    for name in narrower_dtypes(outline):
-        made = attempt({"kv_cache_dtype": name})
+def roomier(attempt: Attempt, name: str, values: Iterator[Any], holds_more: Callable[[Tried], bool]) -> str | None:
+    """Return the first of `values` of an option with which a plan `holds_more`, as ``name=value``; ``None``: none does."""
+    for value in values:
+        made = attempt({name: value})
         if made is not None and holds_more(made):
-            return f"kv_cache_dtype={name}"
+            return f"{name}={value}"
     return None
+
+
+def roomier_dtype(outline: Outline, attempt: Attempt, holds_more: Callable[[Tried], bool]) -> str | None:
+    """Return the widest narrower kv_cache_dtype with which a plan `holds_more`, as `roomier` does."""
+    return roomier(attempt, "kv_cache_dtype", narrower_dtypes(outline), holds_more)
+
+
+def lower_ratios(ratio: float) -> Iterator[float]:
+    """Yield ratios below `ratio`, each half of the one before."""
+    return (round(ratio / 2**step, 6) for step in range(1, MOST_HALVINGS) if ratio >= 2**step / 10**6)

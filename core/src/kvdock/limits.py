@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
 from kvdock.demand import DECODE_REQUESTS_WITH_EXTRA, decode_extra_rows, state_slots_per_request, states_in_use
 from kvdock.families.groups import window_pages
 from kvdock.layout import DEVICE, FULL, REQUESTS, STATE, Space
-from kvdock.levers import Attempt, nothing, roomier_dtype
+from kvdock.levers import Attempt, Tried, lower_ratios, nothing, roomier, roomier_dtype
 from kvdock.outline import Outline
 from kvdock.sizing import Problem, Solution, Solver, largest
 from kvdock.unified.geometry import Line
 
 LARGER_BUDGET = "a larger budget"
 CAP = "max_total_tokens"
+RATIO = "swa_full_tokens_ratio"
 TABLE_SHARE = "request_table_share"
 HOST_TIER_CAPS = {DEVICE: "device slots", FULL: "tokens"}
 """Space that bounds the requests of a cache with a host tier → its word: the device has a buffer for each that runs."""
+
+
+Raisers = Callable[[Callable[[Tried], bool]], tuple[str, ...]]
+"""Returns what lets a cache hold more, where the argument tells that of a plan that was tried."""
 
 
 class Limit(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,11 +46,15 @@ def find_limits(
 
     The last two only where a cache has states or a role in which requests arrive. `attempt` tries what would raise them.
     """
-    more_tokens = _raises_tokens(outline, solution.bound, tokens, attempt)
+
+    def raisers(holds_more: Callable[[Tried], bool]) -> tuple[str, ...]:
+        return _raises_tokens(outline, solution.bound, attempt, holds_more)
+
+    more_tokens = raisers(lambda made: made.max_total_num_tokens > tokens)
     found = [
         _token_limit(outline, solution, tokens, more_tokens),
-        _request_limit(outline, Solver(problem, budget_bytes), solution, more_tokens),
-        _length_limit(outline, solution, tokens, more_tokens),
+        _request_limit(outline, Solver(problem, budget_bytes), solution, raisers),
+        _length_limit(outline, solution, tokens, more_tokens, raisers),
     ]
     if STATE in outline.spaces:
         found.append(_state_limit(outline, solution))
@@ -89,8 +100,10 @@ def _token_factor(outline: Outline, solution: Solution, tokens: int) -> str:
     return " · ".join([CAP, *(f"{name} ({factor})" for name, factor in factors.items() if factor > 1)])
 
 
-def _raises_tokens(outline: Outline, bound: str, tokens: int, attempt: Attempt) -> tuple[str, ...]:
-    """Return what lets a cache hold more tokens, by what stopped their growth."""
+def _raises_tokens(
+    outline: Outline, bound: str, attempt: Attempt, holds_more: Callable[[Tried], bool]
+) -> tuple[str, ...]:
+    """Return what lets a cache hold more tokens, by what stopped their growth; `holds_more` tells it of what is tried."""
     if bound in (CAP, "host_budget_bytes", "cap_tokens"):
         return (bound,)
     if bound == "max_running_requests · context_length":
@@ -99,15 +112,17 @@ def _raises_tokens(outline: Outline, bound: str, tokens: int, attempt: Attempt) 
         return (f"more memory, or fewer layers, on {bound}",)
     if bound != "budget":
         return ("more ranks",)
-    ratio = any("swa_full_tokens_ratio" in space.options for space in outline.spaces.values())
-    dtype = roomier_dtype(outline, attempt, lambda made: made.max_total_num_tokens > tokens)
-    found = (LARGER_BUDGET, dtype, "more ranks", "swa_full_tokens_ratio" if ratio else None)
+    found = [LARGER_BUDGET, roomier_dtype(outline, attempt, holds_more), "more ranks"]
+    if any(RATIO in space.options for space in outline.spaces.values()):
+        found.append(
+            roomier(attempt, RATIO, lower_ratios(outline.options.values.swa_full_tokens_ratio or 1), holds_more)
+        )
     return tuple(filter(None, found))
 
 
-def _request_limit(outline: Outline, solver: Solver, solution: Solution, more_tokens: tuple[str, ...]) -> Limit:
+def _request_limit(outline: Outline, solver: Solver, solution: Solution, raisers: Raisers) -> Limit:
     requests = solution.sizes[REQUESTS]
-    factor, raised_by = _request_factor(outline, solver, solution, more_tokens)
+    factor, raised_by = _request_factor(outline, solver, solution, raisers)
     given = outline.given.max_running_requests is not None
     return Limit(
         name="requests",
@@ -119,16 +134,17 @@ def _request_limit(outline: Outline, solver: Solver, solution: Solution, more_to
 
 
 def _request_factor(
-    outline: Outline, solver: Solver, solution: Solution, more_tokens: tuple[str, ...]
+    outline: Outline, solver: Solver, solution: Solution, raisers: Raisers
 ) -> tuple[str, tuple[str, ...]]:
     """Return what stops the growth of the requests, and what would let them grow."""
     space = outline.spaces[REQUESTS]
     requests, caps = solution.sizes[REQUESTS], dict(space.rule.at_most_of)
     if STATE in caps and requests == solution.sizes[STATE] * caps[STATE][0] // caps[STATE][1]:
         return f"state slots // {caps[STATE][1]}", _raises_states(outline)
-    if requests * 2 + 1 >= solution.tokens:
-        return "tokens // 2", more_tokens
-    if outline.given.max_running_requests is not None:
+    given = outline.given.max_running_requests is not None
+    if requests * 2 + 1 >= solution.tokens and not (given and requests >= space.rule.fixed):
+        return "tokens // 2", raisers(lambda made: made.spaces[REQUESTS] > requests)
+    if given:
         if requests < space.rule.fixed:
             return "other ranks", ("more memory on the rank that binds",)
         return "max_running_requests", ("max_running_requests",)
@@ -157,17 +173,26 @@ def _raises_states(outline: Outline) -> tuple[str, ...]:
     return ("max_running_requests (states then follow it)", "state_memory_ratio", LARGER_BUDGET)
 
 
-def _length_limit(outline: Outline, solution: Solution, tokens: int, more_tokens: tuple[str, ...]) -> Limit:
+def _length_limit(
+    outline: Outline, solution: Solution, tokens: int, more_tokens: tuple[str, ...], raisers: Raisers
+) -> Limit:
     context = outline.options.values.context_length or outline.model.context_length
-    tokens = _longest(outline, solution, context, tokens)
-    fits = context <= tokens
+    longest = _longest(outline, solution, context, tokens)
+    fits = context <= longest
+    if not fits and outline.line(solution.sizes) is not None:  # more tokens need not make room for a longer request
+        more_tokens = raisers(lambda made: made.max_request_tokens > longest)
     return Limit(
         name="request_tokens",
         requested=context,
-        effective=min(context, tokens),
+        effective=min(context, longest),
         factor="context_length" if fits else "tokens",
-        raised_by=("context_length",) if fits else more_tokens,
+        raised_by=_raises_context(outline, context) if fits else more_tokens,
     )
+
+
+def _raises_context(outline: Outline, context: int) -> tuple[str, ...]:
+    longer = context < outline.model.context_length or outline.options.values.allow_longer_context
+    return ("context_length",) if longer else ("context_length with allow_longer_context",)
 
 
 def _longest(outline: Outline, solution: Solution, context: int, tokens: int) -> int:

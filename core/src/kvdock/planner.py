@@ -153,7 +153,7 @@ class CachePlan(msgspec.Struct, frozen=True, kw_only=True):
         return self._sized_again(budget_bytes, cap_tokens, group, suggests=True)
 
     def sized_for(self, budget_bytes: int, cap_tokens: int | None = None) -> CachePlan:
-        """Return what `replan` does, without its suggestions: an error says what is lacking alone.
+        """Return what `replan` does, without its suggestions: an error says what is lacking alone, if not how much.
 
         Raises:
             BudgetError: nothing useful fits.
@@ -346,7 +346,7 @@ def _sized(outline: Outline, budget: Budget, asked: Asked) -> PlanSteps:
 
 
 def _attempt(outline: Outline, budget: Budget, asked: Asked, change: dict[str, Any]) -> CachePlan | None:
-    """Return the plan of this rank alone with options (or ``budget_bytes``) changed, or ``None``.
+    """Return the plan of this rank alone with options, parallel sizes or ``budget_bytes`` changed, or ``None``.
 
     Nothing is suggested for it in turn.
     """
@@ -355,8 +355,10 @@ def _attempt(outline: Outline, budget: Budget, asked: Asked, change: dict[str, A
     if nbytes is not None and device.source == GIVEN_BUDGET:
         device = budget_device(nbytes)
     try:
+        changed = {name: options.pop(name) for name in Parallelism.__struct_fields__ if name in options}
+        parallel = msgspec.structs.replace(outline.parallel, **changed)
         given = msgspec.structs.replace(outline.given, **options)
-        sizes = draft_parallels(given, outline.parallel, len(outline.models))
+        sizes = draft_parallels(given, parallel, len(outline.models))
         other = draw_outline(outline.models, device, given, sizes, outline.registry)
         if nbytes is not None:
             budget = find_budget(device, other.options.values, nbytes, None)

@@ -5,6 +5,7 @@ Every number in an answer comes from a plan that was really made; what an answer
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from typing import Any
@@ -18,9 +19,9 @@ from kvdock.device import GIVEN_BUDGET
 from kvdock.edge import Model
 from kvdock.errors import KVDockError, PlanError
 from kvdock.explain import window_policy
-from kvdock.layout import FULL, MAX_SLOTS, STATE, SWA, round_up
+from kvdock.layout import FULL, MAX_SLOTS, REQUESTS, STATE, SWA, round_up
 from kvdock.least import MOST_BYTES, least_budget
-from kvdock.levers import NARROWER
+from kvdock.levers import NARROWER, request_divisions, token_divisions
 from kvdock.options import Parallelism
 from kvdock.planner import CachePlan, plan_from
 from kvdock.sizing import token_factors
@@ -85,8 +86,10 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True, tag_field="question", ta
 class Longest(msgspec.Struct, frozen=True, kw_only=True, tag_field="question", tag="longest"):
     """The longest length in tokens that `requests` requests can have at once (0: none), and what stops it there.
 
-    `bound` is ``context_length`` or the space that has no slot for one token more; `spaces` are taken at this length,
-    `kv_bytes` on the device and `host_kv_bytes` in host memory.
+    `bound` is ``context_length`` or the space that has no slot for one token more, and `limit` the limit of the plan that
+    it makes: ``request_tokens``, ``tokens``, ``requests``, ``state_slots`` or another space's name. `spaces` are taken at
+    this length, `kv_bytes` on the device and `host_kv_bytes` in host memory. `remedies` serve a longer length, or the
+    next one for fewer requests.
     """
 
     requests: int
@@ -95,10 +98,12 @@ class Longest(msgspec.Struct, frozen=True, kw_only=True, tag_field="question", t
     length: int
     context_length: int
     bound: str
+    limit: str
     spaces: tuple[SpaceNeed, ...]
     kv_bytes: int
     host_kv_bytes: int
     windows: str
+    remedies: tuple[Remedy, ...]
 
 
 def serves(plan: CachePlan, requests: int, length: int, *, model: Model | None = None) -> Answer:
@@ -138,33 +143,63 @@ def serves(plan: CachePlan, requests: int, length: int, *, model: Model | None =
     )
 
 
-def longest(plan: CachePlan, requests: int = 1) -> Longest:
-    """Return the longest length that `requests` requests can have at once, and what stops it there.
+def longest(plan: CachePlan, requests: int = 1, *, model: Model | None = None) -> Longest:
+    """Return the longest length that `requests` requests can have at once, what stops it there, and what raises it.
+
+    `model` as in `serves`.
 
     Raises:
-        PlanError: `plan` is none, or `requests` is no count.
+        PlanError: `plan` is none, `requests` is no count, or the weights in the folder cannot be counted any more.
     """
     each = _per_worker(plan, requests)
     length = plan.max_length(each)
+    bound = _bound(plan, each, length)
     return Longest(
         requests=requests,
         workers=plan.parallel.dp_size,
         requests_per_worker=each,
         length=length,
         context_length=_context(plan),
-        bound=_bound(plan, each, length),
+        bound=", ".join(bound),
+        limit=_limit_of(plan, bound),
         spaces=_needs(plan, each, length),
         kv_bytes=plan.bytes_for(length, each),
         host_kv_bytes=_host_kv_bytes(plan, each, length),
         windows=window_policy(plan),
+        remedies=tuple(_longer(plan, requests, length, model)),
     )
 
 
-def _bound(plan: CachePlan, each: int, length: int) -> str:
+CONTEXT = "context_length"
+
+
+def _bound(plan: CachePlan, each: int, length: int) -> tuple[str, ...]:
     if length == _context(plan):
-        return "context_length"
-    lacking = [need.name for need in _needs(plan, each, length + 1) if need.lacking]
-    return ", ".join(lacking)
+        return (CONTEXT,)
+    return tuple(need.name for need in _needs(plan, each, length + 1) if need.lacking)
+
+
+def _limit_of(plan: CachePlan, bound: tuple[str, ...]) -> str:
+    """Return the limit of a plan that what stops a length belongs to; the first of several."""
+    names = {CONTEXT: "request_tokens", REQUESTS: "requests", STATE: "state_slots"}
+    spaces = plan.outline.spaces
+    found = [
+        names.get(name) or ("tokens" if spaces[name].issued_by == "allocator" else name)
+        for name in (*filter(names.__contains__, bound), *bound)
+    ]
+    return found[0] if found else ""
+
+
+def _longer(plan: CachePlan, requests: int, length: int, model: Model | None) -> Iterator[Remedy]:
+    """Yield what serves a longer length than the longest: the model's own context as far as it goes, else a token more."""
+    each, most = _per_worker(plan, requests), plan.model.context_length
+    if _context(plan) <= length < most:
+        with contextlib.suppress(KVDockError):  # a shorter one may do
+            length = max(length, again(plan, {CONTEXT: most}).max_length(each) - 1)
+    change = _raised_limits(plan, each, length + 1)
+    budget, beside = _least_budget(plan, each, length + 1, change)
+    remedies = _remedies(plan, requests, length + 1, budget, change, beside, model)
+    return (remedy for remedy in remedies if "length" not in remedy.change)
 
 
 def _per_worker(plan: Any, requests: Any) -> int:
@@ -340,6 +375,7 @@ def _remedies(
         yield Remedy(change={"length": min(shorter, length)}, requests=requests, length=min(shorter, length))
     if raised is None and _is_reachable(plan, length):
         yield from _narrower(plan, requests, length, change)
+        yield from _other_division(plan, requests, length, change, model)
         yield from _more_ranks(plan, requests, length, change, model)
 
 
@@ -419,6 +455,37 @@ def _narrower(plan: CachePlan, requests: int, length: int, change: dict[str, Any
             return
 
 
+def _other_division(
+    plan: CachePlan, requests: int, length: int, change: dict[str, Any], model: Model | None
+) -> Iterator[Remedy]:
+    """Yield the fewest ranks that have to share tokens, and the fewest workers to share requests, on the same ranks."""
+    for divided in (token_divisions(plan.parallel), request_divisions(plan.parallel)):
+        for sizes in divided:
+            parallel = msgspec.structs.replace(plan.parallel, dcp_rank=0, **sizes)
+            each = -(-requests // parallel.dp_size)
+            if "max_running_requests" in change:
+                change = {**change, "max_running_requests": each * parallel.attn_dp_size}
+            weights, note = _weights_divided(plan, parallel, model)
+            if weights is not None and _tried(plan, each, length, change, parallel, weights) is not None:
+                yield Remedy(change={**sizes, **change}, requests=requests, length=length, note=note)
+                break
+
+
+def _weights_divided(plan: CachePlan, parallel: Parallelism, model: Model | None) -> tuple[int | None, str]:
+    """Return what the weights take where the same ranks divide their work otherwise, and how that is known.
+
+    ``None``: each worker keeps more of attention's weights, and nobody can say how much that is.
+    """
+    asked, device = plan.asked_budget, plan.device
+    if parallel.attn_tp_size == plan.parallel.attn_tp_size or asked.base == "given":
+        return asked.weights_bytes, ""
+    found = weights_of(model, plan.model, plan.outline.given, parallel) if asked.weights_source else None
+    if found is not None:
+        return found.nbytes, COUNTED
+    loaded = asked.weights_bytes or device.free_bytes < device.free_before_load_bytes
+    return (None if loaded else 0), ""
+
+
 def _more_ranks(
     plan: CachePlan, requests: int, length: int, change: dict[str, Any], model: Model | None
 ) -> Iterator[Remedy]:
@@ -438,6 +505,7 @@ def _more_ranks(
 
 
 SCALED = "the weights of a rank scaled by the ratio"
+COUNTED = "the weights of a rank counted anew from the headers"
 
 
 def _weights_at(plan: CachePlan, parallel: Parallelism, model: Model | None) -> tuple[int, str]:
@@ -447,5 +515,5 @@ def _weights_at(plan: CachePlan, parallel: Parallelism, model: Model | None) -> 
         return 0, ""
     found = weights_of(model, plan.model, plan.outline.given, parallel) if asked.weights_source else None
     if found is not None:
-        return found.nbytes, "the weights of a rank counted anew from the headers"
+        return found.nbytes, COUNTED
     return -(-asked.weights_bytes * plan.parallel.tp_size // parallel.tp_size), SCALED

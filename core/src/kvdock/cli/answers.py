@@ -13,6 +13,7 @@ from kvdock.layout import TARGET
 if TYPE_CHECKING:
     from kvdock.choices import Comparison, RankRow, RankTable, SmallestTP, Trial, Variant
     from kvdock.differences import Difference
+    from kvdock.limits import Limit
     from kvdock.questions import Answer, Longest, Remedy, SpaceNeed
 
 FLAGS: Mapping[str, str] = {
@@ -25,6 +26,8 @@ FLAGS: Mapping[str, str] = {
     "context_length": "--context",
     "kv_cache_dtype": "--kv-cache-dtype",
     "tp_size": "--tp",
+    "dcp_size": "--dcp",
+    "dp_size": "--dp",
     "requests": "--requests",
     "length": "--length",
 }
@@ -80,28 +83,49 @@ def _needs(spaces: Iterable[SpaceNeed]) -> Table:
     return Table("spaces", columns, rows, numeric=columns[1:])
 
 
-def _remedies(remedies: Iterable[Remedy]) -> Table:
+def _remedies(remedies: Iterable[Remedy], title: str = "what serves") -> Table:
     rows = [(_change(r.change), f"{r.requests:,}", f"{r.length:,}", r.note) for r in remedies]
-    return Table("what serves", ("change", "requests", "tokens each", "note"), rows, ("requests", "tokens each"))
+    return Table(title, ("change", "requests", "tokens each", "note"), rows, ("requests", "tokens each"))
 
 
 def _change(change: Mapping[str, Any]) -> str:
     """Return changes as arguments of a command line."""
-    return " ".join(f"{FLAGS[n]} {v}" if n in FLAGS else f"--option {n}={v}" for n, v in change.items())
+    return " ".join(map(_argument, change, change.values()))
+
+
+def _argument(name: str, value: Any) -> str:
+    if name == "dp_attention":
+        return "--dp-attention"
+    return f"{FLAGS[name]} {value}" if name in FLAGS else f"--option {name}={value}"
 
 
 def longest_page(answer: Longest) -> Page:
     """Return the longest length, and what stops it there."""
-    what = "the model's or the option's context" if answer.bound == "context_length" else "no slot more in this space"
     rows = [
         ("longest", f"{answer.length:,} tokens"),
         ("asked", _asked(answer.requests, answer.workers, answer.requests_per_worker, "equal length")),
-        ("bound by", f"{answer.bound} ({what})"),
+        (_BOUND, _bound(answer)),
         ("context", f"{answer.context_length:,} tokens"),
         ("KV that they hold", _held(answer)),
         ("windows", answer.windows),
     ]
-    return [Facts(rows), _needs(answer.spaces)]
+    page: list[Any] = [Facts(rows), _needs(answer.spaces)]
+    return [*page, _remedies(answer.remedies, "what raises it")] if answer.remedies else page
+
+
+def _bound(answer: Longest) -> str:
+    """Return the limit that stops a length, and what of it is used up."""
+    if answer.bound == "context_length":
+        return f"{_words(answer.limit)}: context_length={answer.context_length}"
+    return f"{_words(answer.limit)}: no slot more in {answer.bound}"
+
+
+_BOUND = "bound by"
+
+
+def _words(name: str) -> str:
+    """Return a limit's name as a page says it."""
+    return "longest request" if name == "request_tokens" else name.replace("_", " ")
 
 
 def smallest_tp_page(answer: SmallestTP) -> Page:
@@ -154,7 +178,6 @@ _LINES: Mapping[str, tuple[str, Callable[[Any], str]]] = {
     "bookkeeping": ("bookkeeping_bytes", _size),
     "unused": ("unused_bytes", _size),
     "on the host": ("host_bytes", _size),
-    "bound by": ("bound", lambda value: value or ""),
     "windows": ("windows", lambda value: value or ""),
 }
 """Line of a comparison → field of a variant, and how it is shown."""
@@ -168,11 +191,23 @@ def compare_page(answer: Comparison) -> Page:
         for line, (field, show) in _LINES.items()
         if any(getattr(variant, field) for variant in answer.variants)
     ]
+    rows += _limit_rows([variant.limits for variant in answer.variants])
     if any(variant.reason for variant in answer.variants):
         rows.append(("cannot be planned", *(variant.reason for variant in answer.variants)))
     page: list[Any] = [Table(answer.model, ("", *labels), rows, numeric=labels)]
     page += [line for variant, label in zip(answer.variants, labels, strict=True) for line in _warned(variant, label)]
     return [*page, *([Line(answer.note, label="note:")] if answer.note else [])]
+
+
+def _limit_rows(variants: Sequence[Iterable[Limit]]) -> list[tuple[str, ...]]:
+    """Return two lines for each limit, what binds it and what raises it, with a text for each variant."""
+    by_name = [{limit.name: limit for limit in limits} for limits in variants]
+    rows = []
+    for name in dict.fromkeys(name for limits in by_name for name in limits):
+        found = [limits.get(name) for limits in by_name]
+        rows.append((f"{_words(name)}: bound by", *(limit.factor if limit else "" for limit in found)))
+        rows.append(("· raised by", *(", ".join(limit.raised_by) if limit else "" for limit in found)))
+    return rows
 
 
 def _warned(variant: Variant, label: str) -> list[Line]:
@@ -191,9 +226,13 @@ def ranks_page(answer: RankTable) -> Page:
         ("longest request", f"{answer.max_request_tokens:,} tokens"),
         ("planned", f"{_bytes(answer.total_bytes)} on {_ranks(answer)}{_of_all(answer, answer.total_bytes)}"),
         ("unused", f"{_bytes(answer.unused_bytes)}{_of_all(answer, answer.unused_bytes)}"),
-        ("bound by", f"rank {answer.binding_rank}: {answer.bound}"),
+        *((_BOUND if limit is answer.limits[0] else "", _binds(limit, answer.binding_rank)) for limit in answer.limits),
     ]
     return [table, Facts(rows), *warning_lines(answer.warnings)]
+
+
+def _binds(limit: Limit, rank: int) -> str:
+    return f"rank {rank}: {_words(limit.name)} by {limit.factor}; raised by {', '.join(limit.raised_by)}"
 
 
 def _ranks(answer: RankTable) -> str:

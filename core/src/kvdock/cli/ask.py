@@ -46,7 +46,7 @@ def _serves(model: str, inputs: Inputs, asked: Mapping[str, Any]) -> Answered:
 def _longest(model: str, inputs: Inputs, asked: Mapping[str, Any]) -> Answered:
     one_rank(inputs)
     plan = edge.plan(model, **inputs)
-    answer = questions.longest(plan, 1 if asked["requests"] is None else asked["requests"])
+    answer = questions.longest(plan, 1 if asked["requests"] is None else asked["requests"], model=model)
     return Answered(answer, [*answers.longest_page(answer), *warning_lines(plan.warnings)], plan.warnings)
 
 
