@@ -14,7 +14,7 @@ import torch
 from kvdock.allocators.swa import SWAAllocator
 from kvdock.layout import FULL, STATE, SWA
 
-STEP_MS, PHASE_MS, CHUNK, PIECE, MAX_WAITING = 20, 5_000, 4_096, 256, 64
+PAGE_SIZE, STEP_MS, PHASE_MS, CHUNK, PIECE, MAX_WAITING = 16, 20, 5_000, 4_096, 256, 64
 
 
 class Running(NamedTuple):
@@ -32,13 +32,14 @@ class Engine:
     """
 
     def __init__(self, cache: kvdock.KVCache, window: int | None) -> None:
-        self.cache, self.window = cache, window
+        self.cache, self.plan, self.window = cache, cache.plan, window
         self.running: dict[int, Running] = {}
         self.length: dict[int, int] = {}
         self.waiting: list[tuple[int, dict]] = []
         self.place = 0
         self.finished: Counter[str] = Counter()
-        self.tokens = self.admitted = self.failed = self.gave_way = self.turned_away = self.freed = 0
+        self.tokens = self.admitted = self.failed = self.gave_way = self.turned_away = 0
+        self.freed = self.moved = self.passes = 0
         self.unused: list[int] = []
         """Bytes of pages that nobody held, at each step whose last admission failed."""
         self.spent: Counter[str] = Counter()
@@ -50,7 +51,7 @@ class Engine:
             self.waiting.clear()
         while self.place < len(rows) and rows[self.place]["timestamp"] <= step * STEP_MS:
             row = rows[self.place]
-            if row["input_length"] + row["output_length"] > self.cache.plan.max_request_tokens:
+            if row["input_length"] + row["output_length"] > self.plan.max_request_tokens:
                 self.turned_away += 1
             else:
                 self.waiting.append((self.place, row))
@@ -61,6 +62,12 @@ class Engine:
         self.spent[phase] += (time.process_time() - started) * 1e6
         if self.failed > failed:
             self.unused.append(unused_bytes(self.cache))
+
+    def end(self) -> None:
+        """Keep what compaction did, and let the cache go."""
+        if self.cache.memory is not None:
+            self.moved, self.passes = self.cache.memory.bytes_moved, self.cache.memory.passes
+        del self.cache
 
     def step(self, phase: str) -> None:
         self.decode()
@@ -134,8 +141,7 @@ class Engine:
 
     def slide(self, names: list[int]) -> None:
         if self.window is not None:
-            page = self.cache.plan.options.page_size
-            due = [name for name in names if self.length[name] > self.window + page]
+            due = [name for name in names if self.length[name] > self.window + PAGE_SIZE]
             self.cache.evict(due, [self.length[name] - self.window for name in due])
 
     def release(self, name: int) -> None:
@@ -145,9 +151,9 @@ class Engine:
 
     def nbytes_of(self, name: int) -> int:
         """Return the bytes of all pages that a request had, those included that left the window before."""
-        costs, page = self.cache.plan.costs, self.cache.plan.options.page_size
-        pages = -(-self.length[name] // page)
-        return sum(nbytes * (1 if space == STATE else pages) for space, nbytes in costs.shared_pages.items())
+        pages = -(-self.length[name] // PAGE_SIZE)
+        sizes = self.plan.costs.shared_pages
+        return sum(nbytes * (1 if space == STATE else pages) for space, nbytes in sizes.items())
 
 
 def unused_bytes(cache: kvdock.KVCache) -> int:
@@ -173,6 +179,8 @@ def serve_in_turn(engines: Mapping[str, Engine], rows: list[dict]) -> None:
         for step in range(round(rows[-1]["timestamp"]) // STEP_MS + 1):
             for name in (*names[step % len(names) :], *names[: step % len(names)]):
                 engines[name].advance(rows, step)
+        for engine in engines.values():
+            engine.end()
     finally:
         gc.enable()
 

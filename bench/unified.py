@@ -48,11 +48,11 @@ import torch
 from compaction import report_compaction, report_growth
 from kvdock.errors import KVDockError
 from kvdock.layout import FULL, SWA
-from serving import PHASE_MS, STEP_MS, Engine, median_ratio, serve_in_turn
+from serving import PAGE_SIZE, PHASE_MS, STEP_MS, Engine, median_ratio, serve_in_turn
 from timing import table, time_name
 
 SHIFT = Path(__file__).parent / "workloads" / "shift.jsonl"
-PAGE_SIZE, CONTEXT, STEPS = 16, 4_096, PHASE_MS // STEP_MS
+CONTEXT, STEPS = 4_096, PHASE_MS // STEP_MS
 CONFIGS = Path(__file__).parent.parent / "tests" / "models"
 OWN, LAZY, EAGER = "the plan's own split", "unified, lazy", "unified, eager"
 
@@ -161,7 +161,7 @@ class Bench:
             f"what it served, the best split of each phase ×{best / own:.2f}."
         )
         if self.setting.window is not None:
-            plan = self.sides[OWN].cache.plan
+            plan = self.sides[OWN].plan
             sizes, cost = plan.sizes, {space: plan.costs.per_slot[space].kv for space in (FULL, SWA)}
             both = sum(sizes[space] * cost[space] for space in (FULL, SWA)) / sum(cost.values())
             text += (
@@ -174,8 +174,6 @@ class Bench:
         """Return what was admitted and what failed, what was unused then, and what compaction moved."""
         lines = []
         for name, engine in self.sides.items():
-            memory = engine.cache.memory
-            moved, passes = (0, 0) if memory is None else (memory.bytes_moved, memory.passes)
             unused = statistics.mean(engine.unused) if engine.unused else 0
             figures = [engine.admitted, engine.failed, engine.gave_way, engine.turned_away]
             lines.append(
@@ -183,8 +181,8 @@ class Bench:
                     name,
                     *map(str, figures),
                     f"{unused / 2**20:.1f} MiB ({unused / self.budget:.0%})",
-                    f"{moved / 2**20:.1f} MiB in {passes} passes",
-                    f"{moved / max(1, engine.freed):.3f}",
+                    f"{engine.moved / 2**20:.1f} MiB in {engine.passes} passes",
+                    f"{engine.moved / max(1, engine.freed):.3f}",
                 ]
             )
         header = ["side", "admitted", "admissions failed", "gave way", "turned away", "unused at a failure, mean"]

@@ -277,10 +277,9 @@ class Segment:
     def _copy(self, source: Any, target: Any) -> None:
         """Copy what lies at places to others."""
         pages = [self._tensor(places) + self.stretch.first for places in (target, source)]
-        for parts in zip(
-            *(found.split(max(1, MOVED_AT_ONCE // self.stretch.page_nbytes)) for found in pages), strict=True
-        ):
-            self._kernels.move([self._pages, *self._apart], *parts)
+        at_once = max(1, MOVED_AT_ONCE // self.stretch.page_nbytes)
+        for start in range(0, len(source), at_once):
+            self._kernels.move([self._pages, *self._apart], *(found[start : start + at_once] for found in pages))
 
     def _array(self, values: torch.Tensor) -> Any:
         return values.numpy() if self._is_host else values
