@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -40,8 +40,8 @@ class Engine:
         self.finished: Counter[str] = Counter()
         self.tokens = self.admitted = self.failed = self.gave_way = self.turned_away = 0
         self.freed = self.moved = self.passes = 0
-        self.unused: list[int] = []
-        """Bytes of pages that nobody held, at each step whose last admission failed."""
+        self.unused: dict[str, list[int]] = defaultdict(list)
+        """By phase, bytes of pages that nobody held, at each step whose last admission failed."""
         self.spent: Counter[str] = Counter()
         """CPU µs of all steps, by phase."""
 
@@ -61,7 +61,7 @@ class Engine:
         self.step(phase)
         self.spent[phase] += (time.process_time() - started) * 1e6
         if self.failed > failed:
-            self.unused.append(unused_bytes(self.cache))
+            self.unused[phase].append(unused_bytes(self.cache))
 
     def end(self) -> None:
         """Keep what compaction did, and let the cache go."""

@@ -174,19 +174,25 @@ class Bench:
         """Return what was admitted and what failed, what was unused then, and what compaction moved."""
         lines = []
         for name, engine in self.sides.items():
-            unused = statistics.mean(engine.unused) if engine.unused else 0
             figures = [engine.admitted, engine.failed, engine.gave_way, engine.turned_away]
             lines.append(
                 [
                     name,
                     *map(str, figures),
-                    f"{unused / 2**20:.1f} MiB ({unused / self.budget:.0%})",
+                    *(self.unused(engine, phases) for phases in (self.phases[::2], self.phases[1::2])),
                     f"{engine.moved / 2**20:.1f} MiB in {engine.passes} passes",
                     f"{engine.moved / max(1, engine.freed):.3f}",
                 ]
             )
-        header = ["side", "admitted", "admissions failed", "gave way", "turned away", "unused at a failure, mean"]
-        return table(f"failures and compaction, {self.title}", [*header, "moved", "a freed byte"], lines)
+        counted = ["admitted", "admissions failed", "gave way", "turned away"]
+        header = ["side", *counted, "unused at a failure, chats", "documents", "moved", "a freed byte"]
+        return table(f"failures and compaction, {self.title}", header, lines)
+
+    def unused(self, engine: Engine, phases: Iterable[str]) -> str:
+        """Return the mean of what nobody held when an admission failed, and which part of the budget that is."""
+        found = [nbytes for phase in phases for nbytes in engine.unused[phase]]
+        mean = statistics.mean(found) if found else 0
+        return f"{mean / 2**20:.1f} MiB ({mean / self.budget:.0%})"
 
     def report_time(self) -> str:
         """Return the CPU time of a step, and for each request that finished."""
