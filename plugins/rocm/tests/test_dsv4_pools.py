@@ -148,7 +148,9 @@ def test_a_row_is_read_where_it_was_written(cached):
 
 
 def test_both_parts_of_a_row_are_written_alone(cached):
-    pool = cached().pools["c4"]
+    cache = cached()
+    cache.admit("a", 4)  # row 1, whose ring is rows 128 to 255
+    pool = cache.pools["c4"]
     nope, rope = torch.randn(2, 1, 64).bfloat16(), torch.randn(2, 1, 16).bfloat16()
     pool.set_mla_kv_buffer(3, tensor(200, 201), nope, rope)
     assert torch.equal(pool.read_kv(3, tensor(201, 200))[0], torch.cat([nope, rope], -1)[[1, 0]])

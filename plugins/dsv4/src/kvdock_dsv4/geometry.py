@@ -15,7 +15,9 @@ from kvdock.queries import Query
 from kvdock_dsv4.settings import is_online
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
+    from numpy.typing import NDArray
 
 C4, C128 = "c4", "c128"
 C4_STATE, C128_STATE = "c4_state", "c128_state"
@@ -24,7 +26,7 @@ RATIO_OF = {C4: 4, C128: 128}
 STATE_RATIO = {C4_STATE: RATIO_OF[C4], C128_STATE: RATIO_OF[C128]}
 """Space of states → tokens that the rows made of them stand for."""
 
-Slots = TypeVar("Slots", int, "torch.Tensor")
+Slots = TypeVar("Slots", int, "torch.Tensor", "NDArray[np.int64]")
 
 
 def window_of(ratio: int) -> int:

@@ -9,12 +9,13 @@ import msgspec
 from kvdock.allocators import SWAAllocator, lengths
 from kvdock.allocators.base import Shortfall, Together
 from kvdock.allocators.swa import SWAState
+from kvdock.demand import draft_tokens
 from kvdock.errors import SlotError
 from kvdock.layout import FULL, SWA, Buffer
 from kvdock.planned import Parts
 from kvdock.queries import AllocatorQuery
 from kvdock_dsv4.begun import Begun
-from kvdock_dsv4.geometry import C4, C4_STATE, C128, C128_STATE, RATIO_OF, STATE_RATIO
+from kvdock_dsv4.geometry import C4, C4_STATE, C128, C128_STATE, RATIO_OF, STATE_RATIO, first_needed
 
 from kvdock_ascend.device import DEVICE_TYPE
 from kvdock_ascend.dsv4.beside import Beside, columns_of, map_buffer
@@ -40,7 +41,7 @@ class OutCacheLoc(NamedTuple):
 
     `full` and `swa` have a slot a token, `c4` and `c128` one for each group that is finished, ``seq // ratio −
     prefix // ratio`` a request; `c4_state` and `c128_state` one for each new token of the tail, what the next groups
-    are made of. Spaces that the model has not are empty.
+    are made of, whichever drafts are accepted. Spaces that the model has not are empty.
     """
 
     full: torch.Tensor
@@ -71,6 +72,7 @@ class DSV4NpuAllocator(SWAAllocator):
     def __init__(self, query: AllocatorQuery, parts: Parts) -> None:
         super().__init__(_both(query), parts)
         self.query = query
+        self.drafts = draft_tokens(query)
         self._beside = Beside(parts.tensors.rows("beside"), columns_of(query), self.page_size)
         self._others = {name: parts.allocators[name] for name in self._beside.columns}
         self._tiers |= self._others
@@ -135,7 +137,7 @@ class DSV4NpuAllocator(SWAAllocator):
             if name not in self._others:
                 found[name] = slots[:0]
                 continue
-            chosen = lengths.to_device(places_in(name, prefix, seq), slots.device)
+            chosen = lengths.to_device(places_in(name, prefix, seq, self.drafts), slots.device)
             found[name] = self.translate_beside(name, slots.index_select(0, chosen))
         return OutCacheLoc(**{name: places.to(torch.int32) for name, places in found.items()})
 
@@ -311,7 +313,7 @@ class DSV4NpuAllocator(SWAAllocator):
         self._beside.clear()
 
 
-def places_in(name: str, prefix: lengths.Ints, seq: lengths.Ints) -> lengths.Ints:
+def places_in(name: str, prefix: lengths.Ints, seq: lengths.Ints, drafts: int = 0) -> lengths.Ints:
     """Return which of the new tokens of a batch write to a space: the last of each group, or those of the tail."""
     grown = seq - prefix
     starts = grown.cumsum() - grown
@@ -322,18 +324,22 @@ def places_in(name: str, prefix: lengths.Ints, seq: lengths.Ints) -> lengths.Int
         group = lengths.spread(count * 0, count)
         places: lengths.Ints = (starts + first - prefix).repeat(count) + group * ratio
         return places
-    begin = tail_start(name, seq).clip(prefix, seq)
+    begin = tail_start(name, seq, drafts).clip(prefix, seq)
     return lengths.spread(starts + begin - prefix, seq - begin)
 
 
-def tail_start(name: str, seq: lengths.Ints) -> lengths.Ints:
-    """Return the first token whose state the next groups of a request are made of.
+def tail_start(name: str, seq: lengths.Ints, drafts: int = 0) -> lengths.Ints:
+    """Return the first token whose state the next groups of a request are made of, if any of its last `drafts` are refused.
 
-    Those of its unfinished group of 128, and for the overlapping groups of 4 the 128 before.
+    Those of its unfinished group of 128, and for the overlapping groups of 4 the 128 before. Drafts may reach into the
+    next group: then those of the group that goes on if they are refused.
     """
+    import numpy as np
+
+    ratio = STATE_RATIO[name]
     whole = seq // RATIO_OF[C128] * RATIO_OF[C128]
-    earlier = whole - RATIO_OF[C128] if STATE_RATIO[name] == RATIO_OF[C4] else whole
-    first: lengths.Ints = earlier.clip(0)
+    accepted = whole - RATIO_OF[C128] if ratio == RATIO_OF[C4] else whole
+    first: lengths.Ints = np.minimum(accepted, first_needed(seq - drafts, ratio)).clip(0)
     return first
 
 

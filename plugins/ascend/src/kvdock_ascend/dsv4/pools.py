@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from kvdock.errors import SlotError
@@ -172,7 +173,8 @@ class NpuIndexPool(PlainPool):
 class NpuCompressStatePool(PlainPool):
     """A state a slot, of which the next compressed rows are made; page 0 is the empty state: rows 0, scores −∞.
 
-    A request's newest tokens use its few pages in turn. Nothing is cleared when a page is handed out.
+    A request's newest tokens use its few pages in turn. Nothing is cleared when a page is handed out
+    (`DSV4Pool.request_state_mask`). Slots of page 0 own nothing: writes, moves and copies leave it as it is.
     """
 
     options: ClassVar[frozenset[str]] = frozenset({"state_dtype"})
@@ -200,10 +202,11 @@ class NpuCompressStatePool(PlainPool):
         return Ring(*self._states[self.owner_for_read(layer_id)].chunk(2, -1))
 
     def set_states(self, layer_id: int, loc: torch.Tensor, *vectors: torch.Tensor) -> None:
-        """Write rows and scores ``[n, columns]`` to the slots `loc`; padding, slots 0 and −1, stays the empty state.
+        """Write rows and scores ``[n, columns]`` to the slots `loc`; padding, page 0 and −1, stays the empty state.
 
         Raises:
-            SlotError: the layer keeps none here, or the shapes do not fit; nothing is written.
+            SlotError: the layer keeps none here, or the shapes do not fit; with debug, a slot that is nobody's or is given
+                twice. Nothing is written.
         """
         import torch
 
@@ -212,7 +215,8 @@ class NpuCompressStatePool(PlainPool):
             raise SlotError(f"layer {layer_id}: {len(vectors)} vectors of a state; give a row and its scores")
         for vector in vectors:
             self.check_rows(layer_id, (states.shape[-1] // 2,), loc, vector)
-        slots, empty = self.row_slots(loc), states[0, 0]
+        self.check_distinct(layer_id, loc)
+        slots, empty = self.row_slots(self._owned(loc)), states[0, 0]
         row = torch.cat([vector.to(states.dtype) for vector in vectors], -1)
         self.parts.kernels.store(states, slots, torch.where(slots.unsqueeze(-1) > 0, row, empty))
 
@@ -220,6 +224,20 @@ class NpuCompressStatePool(PlainPool):
         """Return copies ``[n, columns]`` of the rows and scores at the slots `loc`."""
         states = self._states[self.owner_for_read(layer_id)]
         return Ring(*self.parts.kernels.gather(states, self.row_slots(loc)).chunk(2, -1))
+
+    def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
+        """Copy the states of the slots `src_loc` to `tgt_loc`, where neither is padding; reads happen first.
+
+        Raises:
+            SlotError: another number of targets than of sources; nothing is moved.
+        """
+        super().move_kv_cache(self._owned(tgt_loc), self._owned(src_loc))
+
+    def cut_copies(
+        self, copies: Sequence[torch.Tensor], indices: torch.Tensor, start: int, end: int
+    ) -> list[torch.Tensor]:
+        """Return what of the copies of `indices` belongs to ``indices[start:end]``; padding has no part in them."""
+        return super().cut_copies(copies, self._owned(indices), start, end)
 
     def clear(self) -> None:
         """Zero every state but the empty one."""
@@ -251,6 +269,13 @@ class NpuCompressStatePool(PlainPool):
         from kvdock_ascend.dsv4 import trace
 
         return trace.states_kind(self)
+
+    def _rows_by_view(self, loc: torch.Tensor) -> list[torch.Tensor]:
+        return super()._rows_by_view(self._owned(loc))
+
+    def _owned(self, loc: torch.Tensor) -> torch.Tensor:
+        """Return `loc` with −1 for slots of page 0, which is the empty state of all requests."""
+        return loc.masked_fill(loc < self.query.space.page_size, -1)
 
     def _fill_empty(self) -> None:
         for states in self._states.values():

@@ -36,7 +36,7 @@ class DSV4NpuReqToTokenPool(ReqToTokenPool):
     """Five tables more, int32, written with the slots of the tokens: `tables` by the name of the space.
 
     Sliding slots and states have a column a token, compressed rows one for each 4 and 128 tokens. Of states the tail
-    alone is written, 0 before it. What a row held before it was handed out stays until it is written, and so does what
+    alone is written (`tail_start`), 0 before it. What a row held before it was handed out stays until it is written, and so does what
     left the window since.
     """
 
@@ -93,7 +93,7 @@ class DSV4NpuReqToTokenPool(ReqToTokenPool):
                 self._write_table(space, row[chosen], position[chosen] // RATIO_OF[space], places)
         for space in (C4_STATE, C128_STATE):
             if space in known:
-                in_tail = position >= np.repeat(tail_start(space, ranges.ends), counts)
+                in_tail = position >= np.repeat(tail_start(space, ranges.ends, self._places.drafts), counts)
                 places = self._places.translate_beside(space, slots) * self._tensor(in_tail, slots.device)
                 self._write_table(space, row, position, places)
 

@@ -9,7 +9,7 @@ from kvdock.planned import Parts
 from kvdock.queries import PoolQuery
 from kvdock_dsv4.geometry import C4_STATE, C128, RATIO_OF, STATE_RATIO
 from kvdock_dsv4.model import KIND
-from kvdock_dsv4.pools.router import DSV4Pool
+from kvdock_dsv4.pools.router import DSV4Pool, whole_positions
 from kvdock_dsv4.sizing import INDEX, INDEX_STATE, STATE
 
 from kvdock_ascend.device import DEVICE_TYPE
@@ -34,7 +34,12 @@ class DSV4NpuPool(DSV4Pool):
         self._places = parts.allocator
 
     def translate_loc_from_full_to_compressed(self, loc: torch.Tensor, ratio: int) -> torch.Tensor:
-        """Return the compressed slots of the slots `loc`; −1 for tokens that are not the last of their group, and for −1."""
+        """Return the compressed slots of the slots `loc`; −1 for tokens that are not the last of their group, and for −1.
+
+        Raises:
+            SlotError: no layer compresses by this ratio.
+        """
+        self._states_of(ratio)
         name = next(name for name, own in RATIO_OF.items() if own == ratio)
         return self._places.translate_beside(name, loc)
 
@@ -45,14 +50,25 @@ class DSV4NpuPool(DSV4Pool):
     def request_state_locs(
         self, rows: torch.Tensor, positions: torch.Tensor, ratio: int = RATIO_OF[C128]
     ) -> torch.Tensor:
-        """Return where the states of a ratio lie, by request row and position."""
+        """Return where the states of a ratio lie, by request row and position, of tokens that the request table holds.
+
+        A row that does not exist and a position beyond its columns are padding's.
+
+        Raises:
+            SlotError: there are no states of this ratio; floats; or this cache has no request table.
+        """
         import torch
+
+        space = self._states_of(ratio)
+        whole_positions(positions)
 
         requests = self.parts.request_pool
         if requests is None:
             raise SlotError("states by request row are found through the request table, and this cache has none")
-        slots = requests.req_to_token[rows.to(torch.int64), positions.to(torch.int64)]
-        return self.translate_loc_from_full_to_state(slots, self._states_of(ratio))
+        table, wide = requests.req_to_token, positions.to(torch.int64)
+        inside = (wide >= 0) & (wide < table.shape[1])
+        slots = table[self._known_rows(space, rows), torch.where(inside, wide, 0)]
+        return self.translate_loc_from_full_to_state(torch.where(inside, slots, 0), space)
 
     def slots_for(self, name: str, loc: torch.Tensor) -> torch.Tensor:
         """Return what copies of the slots `loc` take of a part: −1 for tokens that own nothing there."""
@@ -85,8 +101,12 @@ class DSV4NpuPool(DSV4Pool):
         raise SlotError(f"layer {layer_id}: index keys and scales lie apart here; read index_pool({layer_id})")
 
     def get_request_copy(self, rows: torch.Tensor) -> list[torch.Tensor]:
-        """Return none: all that a request owns is found by its tokens."""
-        return []
+        """Return none: all that a request owns is found by its tokens.
+
+        Raises:
+            SlotError: a row does not exist, or is given twice; with debug, it is nobody's.
+        """
+        return super().get_request_copy(rows)
 
     def compressed_pool(self, layer_id: int) -> Any:
         """Return the `NpuRowsPool` of a layer's compressed rows.
@@ -107,3 +127,11 @@ class DSV4NpuPool(DSV4Pool):
     def index_state_pool(self, layer_id: int) -> Any:
         """Return the `NpuCompressStatePool` of a layer's index keys; raises as `compressed_pool`."""
         return self._part(NpuCompressStatePool, INDEX_STATE, layer_id, "states of index keys")
+
+    def _ring(self, space: str) -> int:
+        """Return the states that the tokens of a request use in turn: those of all its pages."""
+        return self.query.spaces[space].rule.per_request[0]
+
+    def _space_by_request(self, ratio: int) -> str:
+        """Return the space of a ratio's states; those of both lie in pages of their request."""
+        return self._states_of(ratio)

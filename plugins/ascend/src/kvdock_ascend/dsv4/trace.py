@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvdock.demand import draft_tokens
 from kvdock.testing.kinds import INDEX_KEY, KEY, Kind, Layer, Part, Rows, Tokens, Where
 from kvdock.testing.patterns import Pattern, plain
-from kvdock_dsv4.geometry import RATIO_OF, STATE_RATIO, first_needed, most_drafts
+from kvdock.testing.values import RunError
+from kvdock_dsv4.geometry import RATIO_OF, STATE_RATIO, first_needed
 from kvdock_dsv4.model import params_of
 
 INT8_LIMIT = 127
@@ -31,10 +33,9 @@ def rows_kind(pool: NpuRowsPool) -> Kind:
 
 def states_kind(pool: NpuCompressStatePool) -> Kind:
     """Return how states are driven: those of the tokens of which the next compressed rows are made."""
-    rows, ratio = pool.query.space.rule.per_request[0], STATE_RATIO[pool.query.space.name]
     columns = pool.get_states(pool.layer_ids[0]).kv.shape[-1]
     parts = tuple(Part(f"{pool.query.kind} {i}", (), (plain(columns, "bfloat16"),)) for i in range(2))
-    return Kind(lambda _: parts, _write_states, _read_states, places=_places, ahead=most_drafts(rows, ratio))
+    return Kind(lambda _: parts, _write_states, _read_states, places=_places, ahead=draft_tokens(pool.query))
 
 
 def index_kind(pool: NpuIndexPool) -> Kind:
@@ -45,7 +46,11 @@ def index_kind(pool: NpuIndexPool) -> Kind:
 
 
 def _places(layer: Layer, tokens: Tokens) -> torch.Tensor:
-    """Return where tokens have their rows in the layer's space; 0 for those that have none, or none any more."""
+    """Return where tokens have their rows in the layer's space; 0 for those that have none, or none any more.
+
+    Raises:
+        RunError: the table of a request names another place for a state that its next row is made of.
+    """
     import torch
 
     pool: GroupedPool = layer.pool
@@ -53,7 +58,15 @@ def _places(layer: Layer, tokens: Tokens) -> torch.Tensor:
     found: torch.Tensor = layer.router.places_for(pool.group.name, tokens.slots).clamp(min=0)
     if space not in STATE_RATIO:
         return found
-    return torch.where(tokens.positions >= first_needed(tokens.lengths, STATE_RATIO[space]), found, 0)
+    is_needed = tokens.positions >= first_needed(tokens.lengths, STATE_RATIO[space])
+    named = layer.router.parts.request_pool.tables[space][tokens.rows, tokens.positions]
+    if (wrong := (is_needed & (named != found)).nonzero()).numel():
+        place = int(wrong[0])
+        raise RunError(
+            f"the table of {space} names {int(named[place])} for position {int(tokens.positions[place])} of request row "
+            f"{int(tokens.rows[place])}, whose state lies at {int(found[place])}"
+        )
+    return torch.where(is_needed, found, 0)
 
 
 def _write_rows(layer: Layer, where: Where, rows: Rows) -> None:

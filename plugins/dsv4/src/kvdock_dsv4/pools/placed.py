@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from kvdock.errors import SlotError
+from kvdock.planned import Parts
 from kvdock.pools import GroupedPool
 
 if TYPE_CHECKING:
@@ -23,19 +24,8 @@ class PlacedPool(GroupedPool):
     to these, or has a variant that claims their kinds."""
 
     def check_requests(self, rows: torch.Tensor) -> None:
-        """With debug, verify that request rows are handed out, or padding.
-
-        Raises:
-            SlotError: names one that is not.
-        """
-        requests = self.parts.request_pool
-        if not self.parts.debug or requests is None or rows.device.type == "meta":
-            return
-        if dead := sorted(set(rows.flatten().tolist()) - {0, *requests.live_rows()}):
-            raise SlotError(
-                f"group {self.group.name!r}: request row {dead[0]} belongs to no request, and so does its ring; alloc the row "
-                "first, nothing was written"
-            )
+        """With debug, verify that request rows are handed out, or padding; raises as `verify_requests`."""
+        verify_requests(self.parts, rows, f"group {self.group.name!r}: ")
 
     def check_distinct(self, layer_id: int, loc: torch.Tensor) -> None:
         """With debug, verify that a call writes each place once, but for padding: the ring or page before all others.
@@ -84,6 +74,22 @@ class PlacedPool(GroupedPool):
 
     def _check_loc(self, layer_id: int | None, loc: torch.Tensor) -> None:
         super()._check_loc(layer_id, loc.clamp(min=0))
+
+
+def verify_requests(parts: Parts, rows: torch.Tensor, where: str = "") -> None:
+    """With debug, verify that request rows are handed out, or padding; `where` begins the message.
+
+    Raises:
+        SlotError: names one that is not.
+    """
+    requests = parts.request_pool
+    if not parts.debug or requests is None or rows.device.type == "meta":
+        return
+    if dead := sorted(set(rows.flatten().tolist()) - {0, *requests.live_rows()}):
+        raise SlotError(
+            f"{where}request row {dead[0]} belongs to no request, and so does all that is kept for it; alloc the row first, "
+            "nothing was written"
+        )
 
 
 def whole_rows(rows: torch.Tensor, count: int) -> torch.Tensor:

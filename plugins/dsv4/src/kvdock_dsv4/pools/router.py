@@ -28,6 +28,7 @@ from kvdock_dsv4.geometry import (
 from kvdock_dsv4.model import KIND
 from kvdock_dsv4.pools.index import IndexPool
 from kvdock_dsv4.pools.packed import PackedPool
+from kvdock_dsv4.pools.placed import verify_requests, whole_rows
 from kvdock_dsv4.pools.states import CompressStatePool, Online, OnlineStatePool, Ring
 from kvdock_dsv4.sizing import INDEX, INDEX_STATE, STATE
 
@@ -231,15 +232,21 @@ class DSV4Pool(RoutedPool):
         return self.index_state_pool(layer_id).get_states(layer_id)
 
     def get_request_copy(self, rows: torch.Tensor) -> list[torch.Tensor]:
-        """Return host copies of what request rows own beside their tokens, part after part."""
+        """Return host copies of what request rows own beside their tokens, part after part.
+
+        Raises:
+            SlotError: a row does not exist, or is given twice; with debug, it is nobody's.
+        """
+        self._verify_requests(rows)
         return [copy for pool in self._by_request() for copy in pool.get_request_copy(rows)]
 
     def load_request_copy(self, copies: Sequence[torch.Tensor], rows: torch.Tensor) -> None:
         """Write what `get_request_copy` returned to the request rows `rows`; bit-identical.
 
         Raises:
-            SlotError: the copies do not fit; nothing is written.
+            SlotError: the copies do not fit, or as `get_request_copy`; nothing is written.
         """
+        self._verify_requests(rows)
         pools = self._by_request()
         counts = [len(pool.group.layer_ids) for pool in pools]
         if len(copies) != sum(counts):
@@ -285,6 +292,13 @@ class DSV4Pool(RoutedPool):
     def _by_request(self) -> list[CompressStatePool]:
         pools = [pool for pool in self.parts.pools.values() if isinstance(pool, CompressStatePool)]
         return [pool for pool in pools if pool.query.space.name == C128_STATE]
+
+    def _verify_requests(self, rows: torch.Tensor) -> None:
+        """Verify that request rows exist, each once, whether or not any part keeps something by row."""
+        requests = self.parts.request_pool
+        if requests is not None:
+            whole_rows(rows, requests.req_to_token.shape[0])
+            verify_requests(self.parts, rows)
 
     def _compressed(self, layer_id: int, loc: torch.Tensor) -> tuple[PackedPool, torch.Tensor]:
         return self.compressed_pool(layer_id), self._groups(layer_id, loc)

@@ -21,20 +21,23 @@ if TYPE_CHECKING:
 def rows_kind(pool: RocmRowsPool) -> Kind:
     """Return how rows are driven: one a token in the ring of its request, and one for each group of tokens."""
     window = max(layer.window_tokens or 1 for _, layer in pool.group.layers)
+    drafts = draft_tokens(pool.query)
+    # What the newest token sees, itself included; drafts that were taken back leave what the next one sees beside itself.
+    seen = window - 1 if drafts else window
     pattern = plain(params_of(pool.group.layers).row_dim, pool.query.kv_dtype)
     own, group = Part(KEY, (1,), (pattern,)), Part(COMPRESSED_KEY, (1,), (pattern,))
     compressed = Kind(lambda _: (group,), _write_compressed, _read_compressed, places=_places_of_groups)
 
     def places(layer: Layer, tokens: Tokens) -> torch.Tensor:
         found: torch.Tensor = layer.router.request_swa_locs(tokens.rows, tokens.positions)
-        return _kept(tokens, tokens.lengths + 1 - window, found)  # what the next token sees; it counts itself
+        return _kept(tokens, tokens.lengths - seen, found)
 
     return Kind(
         lambda _: (own,),
         _write_ring,
         _read_ring,
         places=places,
-        ahead=draft_tokens(pool.query),
+        ahead=drafts,
         beside=(compressed,) if pool.ratio else (),
     )
 
