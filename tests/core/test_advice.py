@@ -5,7 +5,7 @@ import re
 import kvdock
 import pytest
 from kvdock.device import DeviceInfo
-from kvdock.errors import BudgetError, KVDockError, UnsupportedCombination
+from kvdock.errors import BudgetError, KVDockError, PlanError, UnsupportedCombination
 from kvdock.model import ConvBlock, ConvParams, DSAParams, LayerSpec, MHAParams, ModelSpec, StateParams
 from kvdock.startup import core_only
 
@@ -164,6 +164,12 @@ SUGGESTED = {
         r"give at least (\d+)",
         "host_budget_bytes",
     ),
+    "bytes of the host for tables of several requests": (
+        "indexed",
+        {"options": {**HISPARSE, "host_budget_bytes": 1000, "max_running_requests": 4}},
+        r"give at least (\d+)",
+        "host_budget_bytes",
+    ),
     "a device buffer": (
         "indexed",
         {"options": {**HISPARSE, "hisparse_top_k": 512, "hisparse_device_buffer_size": 100}},
@@ -273,3 +279,12 @@ def test_a_rank_of_a_deployment_suggests_what_works_for_it():
     assert planned(raised.value.needed_bytes).max_total_num_tokens == 2
     with pytest.raises(BudgetError, match=r"^rank 1: "):
         planned(raised.value.needed_bytes - 1)
+
+
+def test_what_the_host_lacks_is_named_before_the_device():
+    """No budget would make it good, so none is asked for."""
+    options = {**HISPARSE, "host_budget_bytes": 1000, "max_running_requests": 4}
+    for budget in (2**10, GIB):
+        with pytest.raises(PlanError, match=r"^host_budget_bytes=1000 does not hold") as raised:
+            plan_of("indexed", budget=budget, options=options)
+        assert not isinstance(raised.value, BudgetError)

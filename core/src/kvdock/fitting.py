@@ -272,7 +272,6 @@ def _solve(problem: Problem, budget_bytes: int, outline: Outline, warnings: list
     asked = rule.fixed if outline.given.max_running_requests is not None else 0
     if not asked:
         return Solver(problem, budget_bytes).solve()
-    Solver(problem, budget_bytes, {REQUESTS: 1}).check_cap()
     workers = outline.parallel.attn_dp_size
     if rest := (outline.given.max_running_requests or 0) % workers:
         warnings.append(
@@ -282,6 +281,7 @@ def _solve(problem: Problem, budget_bytes: int, outline: Outline, warnings: list
     charge = _Charge(problem, budget_bytes, workers)
     with_states = charge.within_states(asked, warnings, attempt)
     fixed = charge.within_cap(with_states)
+    Solver(problem, budget_bytes, {REQUESTS: fixed}).check_bounds()
     charge.refuse_tables(fixed, outline.given.max_running_requests or asked, attempt)
     solution = Solver(problem, budget_bytes, {REQUESTS: fixed}).solve()
     if solution.tokens < MIN_TOKENS * fixed:

@@ -239,15 +239,16 @@ class Solver:
             sizes[name] = largest(fits, sizes[name], max(sizes[name], wanted[name]))
         return sizes
 
-    def check_cap(self) -> None:
-        """Refuse a cap on the tokens below what one request needs.
+    def check_bounds(self) -> None:
+        """Refuse a cap, host memory or an address limit below what one request needs, which no budget makes good.
 
         Raises:
-            PlanError: always then; gives the smallest cap.
+            PlanError: always then; gives the smallest that works.
         """
         floor = self.floor_tokens()
-        if self.problem.cap_tokens is not None and self.problem.cap_tokens < floor:
-            self._refuse(floor, self.problem.cap_name)
+        broken = self.broken(floor)
+        if broken not in (None, "budget"):
+            self._refuse(floor, broken)
 
     def _refuse(self, floor: int, broken: str) -> None:
         if broken == "budget":
