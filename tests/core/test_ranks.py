@@ -464,3 +464,22 @@ def test_several_drafts_have_parallel_sizes_of_their_own():
     drafts = ({"model": DRAFT, "tp_size": 2}, DRAFT)
     plan = ranks([mha()] * 2, budget_bytes=GIB, parallel={"tp_size": 4}, options=speculative(drafts)).plans[0]
     assert (heads_of(plan, "draft0"), heads_of(plan, "draft1")) == ({4}, {2})
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_a_layer_of_another_stage_reads_is_given_to_every_stage(rank):
+    whole, stage = model([mha(), STATE]), {"pp_size": 2, "pp_rank": rank}
+
+    def planned(**options):
+        return kvdock.plan(whole, device=IDLE, registry=core_only(), budget_bytes=GIB, parallel=stage, options=options)
+
+    found = planned(state_dtype="bfloat16")
+    types = {buffer.dtype for group in found.groups for buffer in group.buffers if buffer.name.startswith("temporal")}
+    assert types == ({"bfloat16"} if rank else set())
+    with pytest.raises(PlanError, match="nothing in this plan reads hisparse_top_k=8"):
+        planned(state_dtype="bfloat16", hisparse_top_k=8)
+
+
+def test_a_deployment_has_options_that_some_stages_have_no_layer_for():
+    made = ranks([mha(), STATE], budget_bytes=GIB, parallel={"pp_size": 2}, options={"state_dtype": "bfloat16"})
+    assert [plan.options.values.state_dtype for plan in made.plans] == ["bfloat16"] * 2

@@ -32,7 +32,7 @@ from kvdock.queries import (
     StateQuery,
 )
 from kvdock.requests.base import RequestPool
-from kvdock.resolution import ENGINE_FACTS, PLANNER_OPTIONS, refuse_unread, resolve_options
+from kvdock.resolution import ENGINE_FACTS, PLANNER_OPTIONS, refuse_unread, resolve_options, unread_options
 from kvdock.sizing import ordered
 from kvdock.storages import fits_pages
 from kvdock.unified.geometry import Line, line_of
@@ -154,7 +154,8 @@ def draw_outline(
     options, decisions = resolve_options(models[0], given, parallels[0], device, registry)
     builder = _Builder(models, device, options.values, parallels, registry)
     groups = builder.group()
-    spaces = builder.declare_spaces(groups, builder.group_everywhere(groups))
+    everywhere = builder.group_everywhere(groups)
+    spaces = builder.declare_spaces(groups, everywhere)
     try:
         pools, routers = builder.choose_pools(groups, spaces)
         if builder.options.unified_memory:
@@ -184,20 +185,23 @@ def draw_outline(
             *_passed_over(builder.decisions, builder),
         ),
     )
-    refuse_unread(given, _options_read(outline), f"{models[0].name} on {device.name}")
+    who, read = f"{models[0].name} on {device.name}", _options_read(outline, outline.choices)
+    if parallels[0].pp_size > 1 and unread_options(given, read):
+        read |= _options_read(outline, builder.choose_everywhere(everywhere, spaces))
+    refuse_unread(given, read, who)
     _refuse_objected(builder, groups, spaces, pools)
     return outline
 
 
-def _options_read(outline: Outline) -> frozenset[str]:
-    """Return the options that something in this plan reads."""
+def _options_read(outline: Outline, choices: Iterable[Choice]) -> frozenset[str]:
+    """Return the options that something in this plan reads, or one of the classes chosen."""
     read = set(PLANNER_OPTIONS | ENGINE_FACTS | FEATURE_OPTIONS)
     for space in outline.spaces.values():
         read.update(space.options)
-    for choice in outline.choices:
+    for choice in choices:
         read |= choice.cls.options
-    if any(buffer.memory != "device" for buffer in outline.buffers):
-        read.add("host_budget_bytes")
+        if any(buffer.memory != "device" for buffer in choice.buffers):
+            read.add("host_budget_bytes")
     windows = any(layer.window_tokens is not None for model in outline.models for layer in model.layers)
     if windows or outline.given.hybrid_swa == "off":
         read.add("hybrid_swa")  # where no layer has a window, full KV for every layer is what there is
@@ -279,6 +283,16 @@ class _Builder:
             self._groups_of(worker, range(len(m.layers))) for worker, m in zip(self.workers(), self.models, strict=True)
         ]
         return tuple(group for found, _ in each for group in found)
+
+    def choose_everywhere(self, everywhere: tuple[LayerGroup, ...], spaces: dict[str, Space]) -> tuple[Choice, ...]:
+        """Return the classes of every layer and draft, whatever the rank: all stages are given the same options."""
+        decisions, self.decisions = self.decisions, []
+        try:
+            pools, routers = self.choose_pools(everywhere, spaces)
+            allocators = self.choose_allocators(everywhere, spaces)
+            return (self.choose_request_pool(everywhere, spaces), *allocators, *pools, *routers.values())
+        finally:
+            self.decisions = decisions
 
     def _groups_of(self, worker: str, layer_ids: range) -> tuple[list[LayerGroup], Decision]:
         model = self.models[self.workers().index(worker)]

@@ -107,13 +107,18 @@ def _check_plugin_options(options: CacheOptions, registry: Registry) -> None:
             raise PlanError(f"plugin_options names {name!r}, which is not loaded{nearest(name, known)}")
 
 
-def refuse_unread(given: CacheOptions, read: Collection[str], who: str) -> None:
-    """Refuse options that the user gave and that are not among those that are `read`; `who` names model and device."""
-    unread = [
-        f"{name}={getattr(given, name)!r}"
+def unread_options(given: CacheOptions, read: Collection[str]) -> list[str]:
+    """Return the names of the options that the user gave and that are not among those that are `read`."""
+    return [
+        name
         for name in CacheOptions.__struct_fields__
         if getattr(given, name) not in (None, DEFAULTS.get(name)) and name not in read
     ]
+
+
+def refuse_unread(given: CacheOptions, read: Collection[str], who: str) -> None:
+    """Refuse options that the user gave and that are not among those that are `read`; `who` names model and device."""
+    unread = [f"{name}={getattr(given, name)!r}" for name in unread_options(given, read)]
     if unread:
         raise PlanError(
             f"nothing in this plan reads {', '.join(unread)}: {who} has no part that the option shapes; leave it out"

@@ -91,6 +91,33 @@ def test_stages_number_their_slots_alike_and_own_their_layers(plan, flash):
 @pytest.mark.parametrize(
     "options",
     [
+        {"index_dtype": "fp4", "state_dtype": "bfloat16"},
+        {"plugin_options": {"dsv4": {"fp4_indexer": True, "state_dtype": "bfloat16"}}},
+        {"role": "decode", "hisparse": True, "hisparse_top_k": 512, "host_budget_bytes": 2**40},
+    ],
+    ids=str,
+)
+def test_a_stage_without_compressed_layers_is_given_what_the_others_are(plan, flash, registry, options):
+    # The first two layers have a window alone.
+    stages = {"pp_size": 2, "pp_layers": (2, 41)}
+    each = [plan(flash, GIB40, parallel={**stages, "pp_rank": r}, max_running_requests=8, **options) for r in (0, 1)]
+    assert [{group.name.split(".")[0] for group in rank.groups} for rank in each] == [{"swa"}, {"swa", "c4", "c128"}]
+    device = each[0].device
+    given = {"max_running_requests": 8, **options}
+    made = kvdock.plan_ranks(
+        flash, device=device, parallel=stages, options=given, budget_bytes=GIB40, registry=registry
+    )
+    assert [dict(rank.spaces) for rank in made.plans] == [dict(made.plans[0].spaces)] * 2
+    kept = {b.role: b for g in made.plans[1].groups for b in g.buffers}
+    is_small = "hisparse" not in options
+    assert kept["state"].dtype == ("bfloat16" if is_small else "float32")
+    # A page of 64 keys: 64 bytes and 4 scales each, or 128 bytes and a float32 scale.
+    assert kept["index"].shape[-1] == 64 * (64 + 4 if is_small else 128 + 4)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
         {},
         {"plugin_options": ONLINE},
         {"plugin_options": {"dsv4": {"fp4_indexer": True, "state_dtype": "bfloat16"}}},

@@ -107,20 +107,19 @@ class Ledger:
             named = self.named(_pages(again, self.page_size))
             raise SlotError(f"{self.name}: slots {_shown(again)}{named} are freed twice in one free group")
 
-    def queue(self, pages: torch.Tensor) -> None:
+    def queue(self, numbers: Ints) -> None:
         """Note pages that a free group holds, with all their slots."""
-        numbers, size = _to_host(pages), self.page_size
+        size = self.page_size
         slots = {slot for page in numbers.tolist() for slot in range(page * size, (page + 1) * size)}
         self._become(_QUEUED, numbers, slots - self._queued_slots)
 
-    def queue_slots(self, slots: torch.Tensor) -> None:
+    def queue_slots(self, numbers: Ints) -> None:
         """Note slots that a free group holds."""
-        numbers = _to_host(slots)
         self._become(_QUEUED, numbers // self.page_size, set(numbers.tolist()) - self._queued_slots)
 
-    def give(self, pages: torch.Tensor) -> None:
+    def give(self, numbers: Ints) -> None:
         """Note pages that are free again; their last owners are remembered for messages."""
-        self._become(_FREED, _to_host(pages), set())
+        self._become(_FREED, numbers, set())
 
     def checkpoint(self) -> Undo:
         """Return what undoes every change since now, while nothing is taken; owners are kept."""

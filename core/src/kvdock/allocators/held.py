@@ -6,6 +6,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvdock.allocators import lengths
+from kvdock.allocators.base import Together
 from kvdock.errors import SlotError
 
 if TYPE_CHECKING:
@@ -96,24 +97,17 @@ class HeldPages:
         return lengths.pages_of_slots(found, self._size).to(torch.int64)
 
     def free(self, request: Hashable) -> None:
-        """Give back all pages of a request; a request without any holds none.
+        """Give back all pages of a request; a request without any holds none. After an error it keeps what it holds.
 
         Raises:
-            SlotError: with debug, a page that is not live; the request keeps what it holds.
+            SlotError: with debug, a page that is not live.
         """
-        self.give(request)
-        self.forget(request)
-
-    def give(self, request: Hashable) -> None:
-        """Give back all pages of a request, before it is forgotten; raises as `free`."""
-        if request in self._rows:
+        if request not in self._rows:
+            return
+        with Together(self.inner):
             self.inner.free_pages(self.pages([request]))
-
-    def forget(self, request: Hashable) -> None:
-        """Forget the pages of a request, which went back."""
-        if request in self._rows:
             self._drop(request)
-            self._added.clear()
+        self._added.clear()
 
     def mark(self) -> int:
         """Return a point for `undo`, valid until the next `settle` or free."""
@@ -142,9 +136,8 @@ class HeldPages:
         self._added.clear()
 
     def _drop(self, request: Hashable) -> None:
-        row = self._rows.pop(request)
-        del self._holders[row], self._blocks[request]
-        self.table[row].zero_()
+        self.table[self._rows[request]].zero_()  # first: it may fail
+        del self._holders[self._rows.pop(request)], self._blocks[request]
 
 
 class Placement(NamedTuple):

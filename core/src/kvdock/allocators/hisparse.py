@@ -124,23 +124,26 @@ class HiSparseAllocator(TieredAllocator):
         pages = (growth.prefix[leaves] // self.page_size).tolist()
         left = leaves[self._buffers.holds(placed.requests, [page - 1 for page in pages])]
         last = last_loc.index_select(0, lengths.to_device(left, last_loc.device))
+        gone = self._pages_of(last).to(self._map.dtype)
         share = Share(len(own), names, lambda pages: self._buffers.words(placed, pages))
         before = self.backup_state()
         slots = self._grown(growth, lambda: self.full.alloc_decode(seq_lens, seq_lens_cpu, last_loc, owners), share)
         if slots is not None and placed.requests:
-            self._unmap(self._pages_of(last).to(self._map.dtype), before)
+            self._unmap(gone, before)
             self._buffers.move_on(placed.requests, pages)
             self._freed()
         return slots
 
     def _unmap(self, pages: torch.Tensor, before: TierState) -> None:
         """Map pages that a newest page left to nothing, or go back to `before`, when they still held it."""
-        words = self._mapped(pages)
+        words = None
         try:
+            words = self._mapped(pages)
             self._erase(pages)
         except BaseException:
             self.restore_state(before)
-            self._write(pages, words)
+            if words is not None:
+                self._write(pages, words)
             raise
 
     def free_pages(self, pages: torch.Tensor, has_device: bool = True) -> None:

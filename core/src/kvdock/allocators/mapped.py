@@ -12,6 +12,8 @@ from kvdock.allocators.base import Allocator, Together, Undo
 from kvdock.allocators.debug import named_holders
 from kvdock.allocators.ring import Journal
 from kvdock.errors import SlotError
+from kvdock.planned import Parts
+from kvdock.queries import AllocatorQuery
 
 if TYPE_CHECKING:
     import torch
@@ -44,6 +46,12 @@ class MappedAllocator(Allocator):
     _map: torch.Tensor
     _journal: Journal
     _grouping = _has_queued = False
+    _erased: list[tuple[torch.Tensor, torch.Tensor]]
+    """Pages that went back since pages were handed out last, and what they mapped to."""
+
+    def __init__(self, query: AllocatorQuery, parts: Parts) -> None:
+        super().__init__(query, parts)
+        self._erased = []
 
     @abc.abstractmethod
     def _mapped(self, pages: torch.Tensor) -> torch.Tensor:
@@ -181,14 +189,16 @@ class MappedAllocator(Allocator):
             raise
 
     def checkpoint(self) -> Undo:
-        """Return what undoes every free, restore and end of a free group since now, in every tier; maps stay as they are."""
+        """Return what undoes every free, restore and end of a free group since now, in every tier and the map."""
         undo_tiers = [tier.checkpoint() for tier in self._tiers.values()]
-        flags, position = (self._grouping, self._has_queued), self._journal.position
+        flags, position, count = (self._grouping, self._has_queued), self._journal.position, len(self._erased)
 
         def undo() -> None:
             for part in undo_tiers:
                 part()
             (self._grouping, self._has_queued), self._journal.position = flags, position
+            while len(self._erased) > count:
+                self._write(*self._erased.pop())
 
         return undo
 
@@ -245,6 +255,7 @@ class MappedAllocator(Allocator):
         share: Share,
     ) -> torch.Tensor | None:
         """Return what `take` gets of the numbering, and map its pages to the side's; both sides or neither."""
+        self._erased.clear()
         before = self.numbering.backup_state(), self.side.backup_state()
         try:
             found, side_pages = take(), self.side.alloc_pages(share.page_count, share.owners)
@@ -314,6 +325,7 @@ class MappedAllocator(Allocator):
         except BaseException:
             self._write(pages, words)
             raise
+        self._erased.append((pages, words))
         self._has_queued |= self._grouping
 
     def _verified(self, pages: torch.Tensor, beside: torch.Tensor) -> torch.Tensor:
@@ -342,6 +354,7 @@ class MappedAllocator(Allocator):
     def _forget(self) -> None:
         """Map nothing, and drop an open group."""
         self._erase()
+        self._erased.clear()
         self._grouping = self._has_queued = False
         self._freed()
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from kvdock.allocators import lengths
-from kvdock.allocators.base import Allocator, Shortfall, Undo
+from kvdock.allocators.base import Allocator, Shortfall, Together, Undo
 from kvdock.allocators.debug import Ledger, held_pages
 from kvdock.allocators.freelist import FreeList
 from kvdock.allocators.group import FreeGroup
@@ -137,10 +137,11 @@ class PagedAllocator(Allocator):
         if self._group is None:
             self._give(lengths.distinct_pages(slots, self.page_size))
             return
+        numbers = None if self._ledger is None else lengths.to_host(slots)
         self._ring.journal.freed()
         self._group.add(slots)
-        if self._ledger is not None:
-            self._ledger.queue_slots(indices)
+        if self._ledger is not None and numbers is not None:
+            self._ledger.queue_slots(numbers)
 
     def free_pages(self, pages: torch.Tensor) -> None:
         """Give back pages by number, each named once; never waits for the device."""
@@ -280,9 +281,12 @@ class PagedAllocator(Allocator):
             SlotError: something was freed (or queued in a group) since, or `state` is not of this allocator.
         """
         self._enter()
-        taken = self._ring.rewind(state)
-        if self._ledger is not None:
-            self._ledger.give(self._ring.peek(taken))
+        if self._ledger is None:
+            self._ring.rewind(state)
+            return
+        with Together(self):
+            taken = self._ring.rewind(state)
+            self._ledger.give(lengths.to_host(self._ring.peek(taken)))
 
     def checkpoint(self) -> Undo:
         """Return what undoes every free, restore and end of a free group since now."""
@@ -373,7 +377,11 @@ class PagedAllocator(Allocator):
         self._enter()
         pages = self._ring.take(count)
         if self._ledger is not None and pages is not None:
-            self._ledger.take(pages, owners)
+            try:
+                self._ledger.take(pages, owners)
+            except BaseException:
+                self._ring.rewind(self._ring.journal.mark(count))
+                raise
         return pages
 
     def _grown(
@@ -399,14 +407,15 @@ class PagedAllocator(Allocator):
     def _give(self, pages: torch.Tensor) -> None:
         if not pages.numel():
             return
+        numbers = None if self._ledger is None else lengths.to_host(pages)  # first: it may fail
         if self._group is None:
             self._ring.give(pages)
-            if self._ledger is not None:
-                self._ledger.give(pages)
+            if self._ledger is not None and numbers is not None:
+                self._ledger.give(numbers)
             return
         self._ring.stage(pages)
-        if self._ledger is not None:
-            self._ledger.queue(pages)
+        if self._ledger is not None and numbers is not None:
+            self._ledger.queue(numbers)
 
     def _require_live(self, count: int) -> None:
         self._ring.require_live(self._ring.staged + count)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvdock.allocators import lengths
+from kvdock.allocators.base import Together
 from kvdock.allocators.freelist import CollectsPages, FreeList
 from kvdock.allocators.paged import PagedAllocator, only_space
 from kvdock.allocators.ring import Journal
@@ -234,7 +235,11 @@ class PageRuns(CollectsPages):
         pages = self.runs.take(count)
         start = self.journal.position - self._base
         self._taken[start : start + count] = pages
-        return lengths.to_device(pages, self._device)
+        try:
+            return lengths.to_device(pages, self._device)
+        except BaseException:
+            self.runs.give(pages)
+            raise
 
     def _collect(self, pages: torch.Tensor) -> None:
         if self._inbox is None:
@@ -354,9 +359,12 @@ class SortedAllocator(PagedAllocator):
             SlotError: something was freed (or queued in a group) since, or `state` is not of this allocator.
         """
         self._enter()
-        taken = self._runs.rewind(state)
-        if self._ledger is not None:
-            self._ledger.give(self._runs.rewound(taken))
+        if self._ledger is None:
+            self._runs.rewind(state)
+            return
+        with Together(self):
+            taken = self._runs.rewind(state)
+            self._ledger.give(lengths.to_host(self._runs.rewound(taken)))
 
     def _make_free_list(self, parts: Parts) -> FreeList:
         rows = parts.tensors.rows

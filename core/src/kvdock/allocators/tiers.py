@@ -6,7 +6,6 @@ from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvdock.allocators import lengths
-from kvdock.allocators.base import Together
 from kvdock.allocators.debug import named_holders
 from kvdock.allocators.held import DeviceBuffers, HeldPages, HostSlots
 from kvdock.allocators.mapped import MappedAllocator
@@ -128,7 +127,7 @@ class TieredAllocator(MappedAllocator):
         self._verify_lone(request, logical)
         if len(self._buffers) >= self.max_device_buffers:
             return None
-        before = self.device.backup_state()
+        before, undo, taken = self.device.backup_state(), self.device.checkpoint(), None
         try:
             taken = self._divided(own, pages, tokens % self.page_size != 0, request)
             if taken is None:
@@ -136,7 +135,10 @@ class TieredAllocator(MappedAllocator):
             given = self._slots_of(torch.cat((taken.read, taken.newest)))
             self._hold_buffer(request, row, logical, taken)
         except BaseException:
-            self.device.restore_state(before)
+            if taken is not None and taken.left.shape[0]:  # then its own pages were enough, and none was taken
+                undo()
+            else:
+                self.device.restore_state(before)
             raise
         self._has_queued |= self._grouping and taken.left.shape[0] > 0
         self._freed()
@@ -170,9 +172,10 @@ class TieredAllocator(MappedAllocator):
             raise SlotError(f"request {request!r} holds no device buffer; alloc_device_buffer gives it one")
         start = tokens // self.page_size * self.page_size
         on_host = self.host_slots(request, start, tokens) if start < tokens else self._offsets[:0].clone()
+        on_device = self._slots_of(self._buffers.newest_pages([request]))[: tokens - start]
         self._place_newest(request)
         self._freed()
-        return on_host, self._slots_of(self._buffers.newest_pages([request]))[: tokens - start]
+        return on_host, on_device
 
     def reserve_host(self, request: Hashable, tokens: int) -> torch.Tensor | None:
         """Make sure that a request has host slots for its first `tokens` tokens, and return the new ones.
@@ -213,14 +216,11 @@ class TieredAllocator(MappedAllocator):
         """
         if request not in self._buffers and request not in self._host_slots:
             return
-        self._freed()  # also where it fails: the tiers' own marks may be void then
-        with Together(self.device, self.host):
-            self._buffers.give(request)
-            self._host_slots.give(request)
-            self._unmap_newest(request)
-        self._buffers.forget(request)
-        self._host_slots.forget(request)
         self._has_queued |= self._grouping
+        self._freed()  # first: after an error the tiers' own marks may be void, and a second call does what is left
+        self._unmap_newest(request)
+        self._buffers.free(request)
+        self._host_slots.free(request)
 
     def translate(self, loc: torch.Tensor) -> torch.Tensor:
         """Return the device slots of full slots: −1 for −1, 0 where the rows are not on the device."""
@@ -348,14 +348,14 @@ class TieredAllocator(MappedAllocator):
     def _held(self, book: HeldPages, request: Hashable, pages: int) -> torch.Tensor | None:
         """Return the slots of `pages` more pages that a request holds from now on, or ``None``."""
         before = book.inner.backup_state()
-        slots = book.inner.alloc(pages * self.page_size, request)
-        if slots is not None:
-            try:
+        try:
+            slots = book.inner.alloc(pages * self.page_size, request)
+            if slots is not None:
                 book.add(request, self._row(request), slots)
-            except BaseException:
-                book.inner.restore_state(before)
-                raise
-            self._journal.position += 1
+        except BaseException:
+            book.inner.restore_state(before)
+            raise
+        self._journal.position += slots is not None
         return slots
 
     def _place_newest(self, request: Hashable) -> None:

@@ -212,6 +212,41 @@ class AllocatorSuite(Suite):
         assert allocator.available_size() == allocator.size
         allocator.check(held=slots_of([]))
 
+    def test_what_is_undone_never_happened(self, allocator: Allocator) -> None:
+        """A checkpoint undoes frees, a free group and a restore, for a composite whose other part failed."""
+        import torch
+
+        page = allocator.page_size
+        slots = allocated_tensor(allocator.alloc(4 * page))
+        free = allocator.available_size()
+
+        def at_once() -> None:
+            allocator.free(slots[page:])
+
+        def in_a_group() -> None:
+            allocator.free_group_begin()
+            allocator.free(slots[:1])
+            allocator.free_pages(slots[page : 3 * page : page].long() // page)
+            allocator.free_group_end()
+
+        for change in (at_once, in_a_group, in_a_group):
+            undo = allocator.checkpoint()
+            change()
+            assert allocator.available_size() > free
+            undo()
+            assert allocator.available_size() == free
+            allocator.check(held=slots)
+        state = allocator.backup_state()
+        more = allocated_tensor(allocator.alloc(2 * page))
+        undo = allocator.checkpoint()
+        allocator.restore_state(state)
+        undo()
+        allocator.check(held=torch.cat((slots, more)))
+        allocator.restore_state(state)
+        allocator.free(slots)
+        allocator.check(held=slots_of([]))
+        assert allocator.available_size() == allocator.size
+
     def test_restore_takes_back_allocations(self, batch: Batch) -> None:
         """A restore undoes every allocation since the backup, and the same slots come again."""
         allocator, page = batch.allocator, batch.allocator.page_size

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from kvdock.allocators import lengths
-from kvdock.allocators.base import Shortfall
+from kvdock.allocators.base import Shortfall, Undo
 from kvdock.allocators.freelist import FreeList
 from kvdock.allocators.paged import PagedAllocator
 from kvdock.allocators.pure_swa import PureSWAAllocator
@@ -144,6 +144,15 @@ class UnifiedAllocator(PagedAllocator):
         """Return a token of the present allocations, and of what the space owns."""
         self._enter()
         return self._backed.backup()
+
+    def checkpoint(self) -> Undo:
+        """Return what undoes what happens since now in a block of `UnifiedMemory.whole`, which brings places back."""
+        return super().checkpoint()
+
+    def restore_state(self, state: Any) -> None:
+        """Take back every page handed out since `state`, with its place."""
+        with self.memory.whole():
+            super().restore_state(state)
 
     def shortfall(self, pages: int, swa_pages: int | None = None) -> tuple[Shortfall, ...]:
         """Say what is missing for `pages` pages, and which other space could give it."""

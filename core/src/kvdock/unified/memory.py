@@ -292,8 +292,11 @@ class UnifiedMemory:
     def whole(self, keeps_refused: bool = False) -> Iterator[None]:
         """Let all pages that are released inside come back, or after an error none of them.
 
-        With `keeps_refused` what came back before a refusal stays.
+        With `keeps_refused` what came back before a refusal stays. Inside another such block it is that one's part.
         """
+        if self._released is not None:
+            yield
+            return
         released = self._released = []
         try:
             yield

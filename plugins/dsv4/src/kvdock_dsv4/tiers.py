@@ -356,14 +356,14 @@ class DSV4HiSparseAllocator(MappedAllocator):
         if row is None:
             raise SlotError(f"request {request!r} has no row in the request table; admit it first")
         before = self.device.backup_state()
-        slots = self.device.alloc(pages * self.device.page_size, request)
-        if slots is not None:
-            try:
+        try:
+            slots = self.device.alloc(pages * self.device.page_size, request)
+            if slots is not None:
                 self._buffers.add(request, row, slots)
-            except BaseException:
-                self.device.restore_state(before)
-                raise
-            self._journal.position += 1
+        except BaseException:
+            self.device.restore_state(before)
+            raise
+        self._journal.position += slots is not None
         return slots
 
     def _buffer_pages(self, slots: int | None) -> int:
