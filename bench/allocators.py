@@ -10,8 +10,6 @@ they are installed.
 from __future__ import annotations
 
 import argparse
-import os
-import platform
 import statistics
 import sys
 from pathlib import Path
@@ -21,7 +19,7 @@ import peers
 import torch
 from kvdock.allocators.base import Allocator
 from ours import build, build_requests, build_sliding
-from timing import MI, Pace, median_us, size_name, table, timed
+from timing import MI, Pace, machine, median_us, size_name, table, timed
 
 SIZES = compare.SIZES
 PAGE_SIZES = (1, 16, 64)
@@ -143,20 +141,7 @@ def report_machine(found: tuple[peers.SGLang | None, peers.VLLM | None]) -> str:
         "vLLM": "one group of full attention, without prefix caching",
     }
     ran = [f"{peer.name} {peer.version} ({names[peer.name]})" for peer in found if peer is not None]
-    return (
-        f"Python {platform.python_version()}, torch {torch.__version__}, one thread, on {processor()} with "
-        f"{os.cpu_count()} cores, shared. Beside: {'; '.join(ran) or 'no peer is installed'}.\n"
-    )
-
-
-def processor() -> str:
-    """Return the name of the processor, as the operating system says it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+    return f"{machine()}. Beside: {'; '.join(ran) or 'no peer is installed'}.\n"
 
 
 def main() -> None:

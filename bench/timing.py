@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import gc
+import os
+import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any, NamedTuple
 
 KI, MI = 2**10, 2**20
@@ -94,3 +98,19 @@ def time_name(us: float) -> str:
     if us < 1000:
         return f"{us:.1f} µs" if us < 100 else f"{us:.0f} µs"
     return f"{us / 1000:.2f} ms" if us < 10_000 else f"{us / 1000:.0f} ms"
+
+
+def machine() -> str:
+    """Return what all of this runs on."""
+    versions = f"Python {platform.python_version()}, torch {version('torch')}, one thread"
+    return f"{versions}, on {processor()} with {os.cpu_count()} cores, shared"
+
+
+def processor() -> str:
+    """Return the name of the processor, as the operating system says it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
