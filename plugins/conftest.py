@@ -66,3 +66,27 @@ def registries():
         return make
 
     return of
+
+
+@pytest.fixture
+def widest(monkeypatch):
+    """Let runs speculate as wide as their pools allow, and compare all tokens at each step; return the list of widths."""
+    pytest.importorskip("torch")
+    import random
+
+    from kvdock.testing import driver, slots
+
+    class Widest(random.Random):
+        def randint(self, first, last):
+            return last
+
+    widths, verify = [], slots.Slots.verify
+
+    def noted(self, request, part):
+        widths.append(part.numel())
+        verify(self, request, part)
+
+    monkeypatch.setattr(driver.random, "Random", Widest)
+    monkeypatch.setattr(driver, "SAMPLE_TOKENS", 2000)
+    monkeypatch.setattr(slots.Slots, "verify", noted)
+    return widths

@@ -27,7 +27,7 @@ FAMILY = {
     "torch_dtype": "bfloat16",
     "compress_ratios": [0, 4, 128],
 }
-TOGETHER = ["", "cuda", "rocm", "ascend", "dsv4", "ascend dsv4", "cuda rocm"]
+TOGETHER = ["", "cuda", "rocm", "ascend", "dsv4", "ascend dsv4", "cuda rocm", "cuda rocm dsv4"]
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from kvdock import dtypes
 from kvdock.device import DeviceInfo
 from kvdock.errors import PlanError, nearest, nearest_model
 from kvdock.layout import TARGET, Buffer
+from kvdock.model import CORE_KINDS
 from kvdock.plugins.loading import PluginWarning
 from kvdock.pools.dsa import E4M3
 
@@ -130,11 +131,26 @@ def foreign_floats(query: PlanQuery, native: Collection[str]) -> str:
     return ", ".join(dict.fromkeys(_named_by(query, buffer, encoding) for buffer, encoding in wrong))
 
 
+def has_form(query: PlanQuery, plugin: str, pools: Iterable[type[Pool]]) -> bool:
+    """Return whether a plugin's form for the family of some pools is loaded; what that lacks it says itself."""
+    return any(f"{plugin}.{family}" in query.loaded for family in _families(pools))
+
+
+def has_own_rows(query: PlanQuery) -> bool:
+    """Return whether a model's family invented what its layers keep, so that it says in which types they can be."""
+    return any(group.kind not in CORE_KINDS for group in query.groups)
+
+
 def variant_advice(plugin: str, pools: Iterable[type[Pool]]) -> str:
     """Return what to do where pools of a family do not fit a plugin's devices: install its form for them."""
-    packages = {pool.__module__.partition(".")[0] for pool in pools}
-    extras = sorted(name.removeprefix("kvdock_") for name in packages if name.startswith("kvdock_"))
+    extras = _families(pools)
     return f"pip install 'kvdock-{plugin}[{','.join(extras)}]'" if extras else "give another device"
+
+
+def _families(pools: Iterable[type[Pool]]) -> list[str]:
+    """Return the names of the plugins whose distributions pools come from."""
+    packages = {pool.__module__.partition(".")[0] for pool in pools}
+    return sorted(name.removeprefix("kvdock_") for name in packages if name.startswith("kvdock_"))
 
 
 def _named_by(query: PlanQuery, buffer: Buffer, encoding: str) -> str:

@@ -483,6 +483,7 @@ def _objections(
     """Return what is said against a plan, with the plugin that says it, worker by worker."""
     found: list[tuple[str, str]] = []
     without_kv = builder.options.prefill_only_disable_kv_cache
+    loaded = frozenset(member.name for member in builder.registry.members)
     if without_kv:
         chosen = (decision for decision in builder.decisions if decision.hook == "get_pool_cls")
         advice = "its device reads KV that nothing keeps, so leave prefill_only_disable_kv_cache out"
@@ -492,7 +493,9 @@ def _objections(
         chosen_pools = [choice for choice in pools if choice.worker == worker]
         classes = {choice.name: choice.cls for choice in chosen_pools}
         buffers = tuple(buffer for choice in chosen_pools for buffer in choice.buffers)
-        query = builder.query(PlanQuery, worker, groups=own, spaces=spaces, pools=classes, buffers=buffers)
+        query = builder.query(
+            PlanQuery, worker, groups=own, spaces=spaces, pools=classes, buffers=buffers, loaded=loaded
+        )
         said = resolve.objections(builder.registry, "validate_plan", query)
         found += said if worker == TARGET else [pair for pair in said if pair not in found]  # drafts share options
         if without_kv:

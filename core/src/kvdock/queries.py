@@ -157,10 +157,12 @@ class PlanQuery(Query, frozen=True, kw_only=True):
     """Asks validators for objections: everything that is decided but the sizes.
 
     `pools` is empty where some part of the plan has no class: what is said against it is reported with that.
-    `buffers` are all that those pools declare, each with its group as `owner`.
+    `buffers` are all that those pools declare, each with its group as `owner`. `loaded` are the names of all plugins that
+    are asked.
     """
 
     groups: tuple[LayerGroup, ...]
     spaces: Mapping[str, Space]
     pools: Mapping[str, type[Pool]] = {}
     buffers: tuple[Buffer, ...] = ()
+    loaded: frozenset[str] = frozenset()

@@ -82,6 +82,27 @@ def test_without_the_variant_the_familys_rows_are_refused(planned):
         planned(with_variant=False, max_total_tokens=4096)
 
 
+@pytest.mark.parametrize("dtype", ["fp8", "mxfp8", "nvfp4", "float32"])
+def test_types_that_the_form_has_not_are_refused_without_advice_to_install_it(dtype, planned):
+    with pytest.raises(kvdock.UnsupportedCombination) as caught:
+        planned(max_total_tokens=4096, kv_cache_dtype=dtype)
+    assert "install" not in str(caught.value)
+    said = dict(pair for pair in caught.value.objections if pair[1].startswith("kv_cache_dtype="))
+    assert f"kv_cache_dtype={dtype} (" in said["ascend.dsv4"]
+    assert f"kv_cache_dtype={dtype}, " in said["ascend"]
+    assert said["ascend"].endswith("leave kv_cache_dtype out")
+    assert said["ascend.dsv4"].endswith("leave kv_cache_dtype out, which gives bfloat16")
+    assert planned(max_total_tokens=4096, kv_cache_dtype="float16").total_bytes > 0
+
+
+def test_without_the_variant_the_layout_is_the_one_reason(planned):
+    with pytest.raises(kvdock.UnsupportedCombination) as caught:
+        planned(with_variant=False, max_total_tokens=4096)
+    said = [reason for _, reason in caught.value.objections if reason != "declined"]
+    assert len(said) == 1
+    assert said[0].endswith("pip install 'kvdock-ascend[dsv4]'")
+
+
 def test_what_the_form_does_not_have_is_refused(planned, dsv4_objections):
     assert "a page of compressed rows here belongs to one request" in dsv4_objections(prefix_cache=True)["ascend.dsv4"]
     online = dsv4_objections(plugin_options={"dsv4": {"online_compress": True}})

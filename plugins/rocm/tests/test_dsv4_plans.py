@@ -233,6 +233,38 @@ def test_no_byte_is_spent_on_alignment(planned):
     assert {buffer.base_align for buffer in planned(max_total_tokens=4096).outline.buffers} == {1}
 
 
+def test_what_the_allocator_of_the_device_rounds_up_is_in_the_plan(dsv4_registry):
+    """P-05: a tensor a layer, each in whole 2 MiB, and no more than 2 MiB beside its rows; of all of them 184 MB."""
+    from kvdock_rocm import hooks
+
+    mib, rows = 2**20, 1024
+    layers = {  # count, bytes of each, and those in whole 2 MiB
+        ("swa", "kv"): (2, 1152 * rows, 2 * mib),
+        ("c4", "kv"): (21, (1152 + 32_768 + 64) * rows, 34 * mib),
+        ("c4.index", "index_k"): (21, 513 * 64 * 132, 6 * mib),
+        ("c4.state", "states"): (21, 84 * 8192, 2 * mib),
+        ("c4.index_state", "states"): (21, 84 * 2048, 2 * mib),
+        ("c128", "kv"): (20, (1152 + 1024 + 2) * rows, 4 * mib),
+        ("c128.state", "states"): (20, 1408 * 4096, 6 * mib),
+    }
+    card = hooks.device_catalogue()["mi300x"]
+    found = []
+    for info in (msgspec.structs.replace(card, granularity_bytes=1), card):
+        made = kvdock.plan(
+            FLASH,
+            device=info,
+            options={"max_total_tokens": 131_072, "max_running_requests": 8},
+            budget_bytes=2**34,
+            registry=dsv4_registry(),
+        )
+        found.append({(g.name, b.name): (b.tensors, b.nbytes) for g in made.groups for b in g.buffers})
+        assert made.total_bytes == sum(buffer.nbytes for buffer in made.buffers if buffer.memory == "device")
+    plain, rounded = found
+    assert plain == {key: (count, count * each) for key, (count, each, _) in layers.items()}
+    assert rounded == {key: (count, count * whole) for key, (count, _, whole) in layers.items()}
+    assert all(0 <= whole - each < 2 * mib for _, each, whole in layers.values())
+
+
 def test_stages_of_a_pipeline_number_alike_and_keep_their_own_layers(dsv4_registry, small):
     from kvdock_rocm import hooks
 
@@ -322,6 +354,50 @@ def test_a_draft_that_slides_by_token_is_refused(planned):
 def test_without_the_variant_the_familys_form_is_served_where_its_floats_are_read(planned):
     made = planned(with_variant=False, device="mi355x", max_total_tokens=4096, swa_full_tokens_ratio=0.5)
     assert {group.pool_cls.plugin for group in made.groups} == {"dsv4"}
+
+
+@pytest.mark.parametrize("device", ["mi210", "mi300x", "mi355x"])
+@pytest.mark.parametrize("dtype", ["fp8", "mxfp8", "nvfp4", "fp4"])
+@pytest.mark.parametrize("with_variant", [True, False])
+def test_types_that_no_form_has_are_refused_without_advice_that_does_not_plan(device, dtype, with_variant, planned):
+    """What is loaded is not to be installed; blocks meet the rule of the device; and leaving the type out plans."""
+    given = {"device": device, "with_variant": with_variant, "max_total_tokens": 4096}
+    if not with_variant:
+        given["swa_full_tokens_ratio"] = 0.5
+        if dtype == "fp8":
+            pytest.skip("the family's own rows")
+    with pytest.raises(kvdock.UnsupportedCombination) as caught:
+        planned(**given, kv_cache_dtype=dtype)
+    said = dict(pair for pair in caught.value.objections if pair[1] != "declined" and not pair[1].startswith("unfit"))
+    text = str(caught.value)
+    assert "install" not in text
+    assert "give kv_cache_dtype" not in text
+    reads_blocks = device == "mi355x" and dtype in ("mxfp8", "fp4")
+    has_rule = dtype != "fp8" and not reads_blocks
+    assert ("rocm" in said) == has_rule
+    assert ("rocm.dsv4" in said) == with_variant
+    assert all(reason.endswith("leave kv_cache_dtype out") for reason in said.values())
+    if with_variant or device != "mi300x":
+        assert planned(**given).total_bytes > 0
+
+
+def test_index_keys_in_a_foreign_encoding_are_refused_beside_rows_that_the_form_has_not(planned):
+    with pytest.raises(kvdock.UnsupportedCombination) as caught:
+        planned(max_total_tokens=4096, kv_cache_dtype="fp8", index_dtype="float8_e4m3fn")
+    said = dict(caught.value.objections)
+    assert said["rocm"].startswith(
+        "index_dtype=float8_e4m3fn: an encoding of 8 bits that gfx942 (mi300x) does not read"
+    )
+    assert "give float8_e4m3fnuz" in said["rocm"]
+
+
+def test_a_device_that_converts_floats_is_warned_of_without_a_type_that_does_not_plan(planned):
+    made = planned(with_variant=False, device="mi210", max_total_tokens=4096, swa_full_tokens_ratio=0.5)
+    (warning,) = [text for text in map(str, made.warnings) if "floats of 8 bits" in text]
+    assert warning == (
+        "mi210 has no floats of 8 bits, so each read and write of float8_e4m3fn is converted in software: that saves "
+        "memory and costs time"
+    )
 
 
 def test_without_the_variant_rows_in_the_other_encoding_are_refused(planned):

@@ -369,6 +369,8 @@ class _Run:
             states = self.states.speculate(batch, [tokens for _, tokens in pieces], salts)
             self._roll_back(batch, state)
             self.states.roll_back(batch, states)
+            if not self.tiers:
+                self._sample(batch[self.steps % len(batch)], 0)
         self._refuse_change(before, "that was taken back" if slots is not None else "that was refused")
 
     def _roll_back(self, batch: list[Request], state: object) -> None:
@@ -387,7 +389,7 @@ class _Run:
             raise RunError(f"an allocation {which} changed the free slots from {before} to {after}")
 
     def _sample(self, request: Request, new: int) -> None:
-        """Compare what the first of `new` tokens sees: the oldest token of its window, the newest, some others."""
+        """Compare what the first of `new` tokens sees, or the next one: the oldest token of its window, the newest, some others."""
         if self.tiers:
             self.tiers.read_step(request)
             return

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from kvdock.demand import page_size_of
-from kvdock.hardware import unknown_backend, variant_advice
+from kvdock.hardware import has_form, has_own_rows, unknown_backend, variant_advice
 from kvdock.layout import TARGET
 from kvdock.queries import PlanQuery, Query
 
@@ -110,14 +110,12 @@ def large_indexer_page(query: PlanQuery) -> str | None:
 
 
 def _dtype(query: PlanQuery) -> str | None:
-    if query.kv_dtype in KV_DTYPES:
-        return None
+    if query.kv_dtype in KV_DTYPES or _foreign_layout(query) is not None:
+        return None  # of rows in a layout for other devices the type is the least
     chosen = query.options.kv_cache_dtype
     given = "" if chosen in (None, "auto") else f"kv_cache_dtype={chosen}, "
-    return (
-        f"{given}{query.kv_dtype} is no type of keys and values that kernels of {query.device.name} read; "
-        f"give kv_cache_dtype={' or '.join(KV_DTYPES)}"
-    )
+    advice = "leave kv_cache_dtype out" if has_own_rows(query) else f"give kv_cache_dtype={' or '.join(KV_DTYPES)}"
+    return f"{given}{query.kv_dtype} is no type of keys and values that kernels of {query.device.name} read; {advice}"
 
 
 def _bfloat16(query: PlanQuery) -> str | None:
@@ -134,7 +132,7 @@ def _foreign_layout(query: PlanQuery) -> str | None:
         for name, pool in query.pools.items()
         if kinds.get(name) not in (None, *CORE_KINDS) and device.DEVICE_TYPE not in (pool.device_types or ())
     }
-    if not wrong:
+    if not wrong or has_form(query, settings.PLUGIN, wrong.values()):
         return None
     listed = ", ".join(
         f"{pool.__name__} (kind {kind})" for kind, pool in sorted(wrong.items(), key=lambda item: item[0])

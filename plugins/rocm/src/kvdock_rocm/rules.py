@@ -4,8 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
+import msgspec
 from kvdock import dtypes
-from kvdock.hardware import dtype_option, floats_of_8_bits, foreign_floats, torn_rows, unknown_backend, variant_advice
+from kvdock.hardware import (
+    dtype_option,
+    floats_of_8_bits,
+    foreign_floats,
+    has_form,
+    has_own_rows,
+    torn_rows,
+    unknown_backend,
+    variant_advice,
+)
 from kvdock.layout import TARGET
 from kvdock.pools.base import Pool
 from kvdock.queries import PlanQuery
@@ -79,9 +89,10 @@ def _blocks(query: PlanQuery) -> str | None:
     option, value = dtype_option(query, "kv_cache_dtype")
     if not value or _reads(query, value):
         return None
+    advice = "leave kv_cache_dtype out" if has_own_rows(query) else "give kv_cache_dtype=bfloat16"
     return (
         f"{option}={value} is no format that {_named(query)} reads: blocks with scales that "
-        "are powers of two, of 4 or 8 bits, are read from gfx950 on, others nowhere; give kv_cache_dtype=bfloat16"
+        f"are powers of two, of 4 or 8 bits, are read from gfx950 on, others nowhere; {advice}"
     )
 
 
@@ -100,10 +111,15 @@ def _foreign_floats(query: PlanQuery) -> str | None:
     if _blocks(query) is not None or settings.of(query.options).foreign_floats:
         return None
     native = device.native_floats(query.device)
+    packed = _packed(query, native)
+    if packed and has_form(
+        query, settings.PLUGIN, packed
+    ):  # the form is loaded and lacks what is asked, which it says itself
+        others = tuple(buffer for buffer in query.buffers if query.pools[buffer.owner] not in packed)
+        query, packed = msgspec.structs.replace(query, buffers=others), set()
     foreign = foreign_floats(query, native)
     if not foreign:
         return None
-    packed = _packed(query, native)
     advice = f"give {native[0]}"
     if packed:
         advice = f"{variant_advice(settings.PLUGIN, packed)} for the form that it does, and leave kv_cache_dtype out"

@@ -79,6 +79,11 @@ def validate_plan(query: PlanQuery) -> tuple[str, ...] | None:
     if not _is_ours(query) or query.worker != TARGET:
         return None
     found = [] if (page := rules.large_indexer_page(query)) is None else [page]
+    if query.kv_dtype not in rules.KV_DTYPES:
+        found.append(
+            f"kv_cache_dtype={query.options.kv_cache_dtype} ({query.kv_dtype}) is no type of rows that kernels here read for "
+            f"DeepSeek V4; leave kv_cache_dtype out, which gives {KV_DTYPE}"
+        )
     if settings.is_online(query):
         found.append("online_compress=true is no form of states that kernels here read; leave online_compress out")
     if query.options.prefix_cache:

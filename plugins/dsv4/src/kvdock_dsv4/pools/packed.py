@@ -165,8 +165,8 @@ def packed_format(query: PoolQuery) -> PackedFormat:
     """
     if query.kv_dtype != ELEMENT:
         raise PlanError(
-            f"kv_cache_dtype={query.options.kv_cache_dtype!r} cannot hold packed rows, whose columns are 8-bit floats; "
-            "give fp8_e4m3, or leave it out"
+            f"kv_cache_dtype={query.options.kv_cache_dtype!r} cannot hold packed rows, whose columns are floats in e4m3; "
+            "leave kv_cache_dtype out"
         )
     params = params_of(group_of(query).layers)
     return PackedFormat(nope_dim=params.nope_dim, rope_dim=params.rope_dim)
