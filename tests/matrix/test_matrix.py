@@ -12,6 +12,7 @@ from pathlib import Path
 import kvdock
 import msgspec
 import pytest
+from kvdock.compat import compatible
 from kvdock.device import DeviceInfo
 from kvdock.errors import PlanError, UnsupportedCombination
 from kvdock.plugins import resolve
@@ -155,6 +156,7 @@ def cell(hardware, family, feature):
         return sorted({key_of(reason) for _, reason in error.objections} - {""})
     except PlanError as error:
         return [key_of(str(error))]
+    assert compatible(plan, plan) == ()  # so it has a fingerprint, G-01
     return classes_of(plan.outline)
 
 

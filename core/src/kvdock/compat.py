@@ -19,7 +19,7 @@ import msgspec
 from kvdock.abilities import TakesTails
 from kvdock.differences import Difference
 from kvdock.dtypes import packed_nbytes
-from kvdock.errors import PlanError
+from kvdock.errors import PlanError, PluginError
 from kvdock.layout import REQUESTS, STATE, TARGET, Buffer, Space
 from kvdock.outline import PoolChoice
 from kvdock.planner import CachePlan
@@ -102,6 +102,7 @@ def layout_fingerprint(side: Side) -> Fingerprint:
 
     Raises:
         PlanError: no plan, the same layer in two of the plans, or stages with different dcp_size.
+        PluginError: a plan whose pool classes give two buffers of a layer one role.
     """
     if isinstance(side, Fingerprint):
         return side
@@ -118,7 +119,7 @@ def compatible(a: Side, b: Side) -> tuple[Difference, ...]:
     A side is a plan, the plans of its pipeline stages, or what `layout_fingerprint` returned of either.
 
     Raises:
-        PlanError: as `layout_fingerprint`.
+        PlanError, PluginError: as `layout_fingerprint`.
     """
     left, right = layout_fingerprint(a), layout_fingerprint(b)
     ours, theirs = ({entry.key: entry for entry in side.buffers} for side in (left, right))
@@ -142,8 +143,8 @@ def _plans(side: Any) -> list[CachePlan]:
 def _merged(plans: Sequence[CachePlan]) -> tuple[BufferLayout, ...]:
     """Return the layouts of all stages, ordered by what pairs them."""
     found: dict[_Key, BufferLayout] = {}
-    for entry in (entry for plan in plans for entry in _entries(plan)):
-        other = found.setdefault(entry.key, entry)
+    for key, entry in (pair for plan in plans for pair in _told_apart(plan).items()):
+        other = found.setdefault(key, entry)
         # What belongs to no layer is part of every stage, and the same in all of them.
         if other is not entry and (entry.layer is not None or other != entry):
             raise PlanError(
@@ -151,6 +152,20 @@ def _merged(plans: Sequence[CachePlan]) -> tuple[BufferLayout, ...]:
                 "give one plan for each pipeline stage, with the same parallel sizes and its own pp_rank"
             )
     return tuple(found[key] for key in sorted(found))
+
+
+def _told_apart(plan: CachePlan) -> dict[_Key, BufferLayout]:
+    """Return the layouts of one plan by what pairs them."""
+    found: dict[_Key, BufferLayout] = {}
+    for entry in _entries(plan):
+        if entry.key in found:
+            raise PluginError(
+                f"layer {entry.layer} keeps {_title(entry)!r} twice ({found[entry.key].shape} and {entry.shape} "
+                f"{entry.dtype}), which the other side of a transfer cannot tell apart; the pool classes of its groups "
+                "must give each buffer a role of its own"
+            )
+        found[entry.key] = entry
+    return found
 
 
 def _entries(plan: CachePlan) -> Iterator[BufferLayout]:

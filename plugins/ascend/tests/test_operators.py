@@ -1,6 +1,10 @@
 """Writes through torch_npu's operators, by a stand-in that refuses what they do not document."""
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from kvdock.builder import build
+from kvdock.errors import SlotError
 
 torch = pytest.importorskip("torch")
 torch.set_num_threads(1)
@@ -105,6 +109,67 @@ def test_moves_read_before_they_write(kernels):
     assert view.flatten().tolist() == [0, 1, 2, 3, 4, 4, 5, 7]
 
 
+def spread(tensor, draw):
+    """Return the same numbers with gaps between them, in one or in all dimensions, or in another order in memory."""
+    form = draw(st.sampled_from(["plain", "rows", "columns", "turned", "one of several"]))
+    if form == "plain":
+        return tensor
+    if form == "turned":
+        return tensor.transpose(0, -1).contiguous().transpose(0, -1)
+    if form == "one of several":
+        return torch.stack([tensor] * 3, -1)[..., draw(st.integers(0, 2))]
+    place, step = (0 if form == "rows" else -1), draw(st.integers(2, 3))
+    wide = tensor.repeat_interleave(step, place)
+    return wide[::step] if place == 0 else wide[..., ::step]
+
+
+def wider(shape, dtype, draw):
+    """Return a view of zeros, with gaps behind its rows or pages or without."""
+    pages, page_size, *row = shape
+    gap = draw(st.sampled_from(["none", "rows", "pages"]))
+    if gap == "rows":
+        return torch.zeros(pages, page_size, *row[:-1], row[-1] + 3, dtype=dtype)[..., : row[-1]]
+    if gap == "pages":
+        return torch.zeros(pages, 2 * page_size, *row, dtype=dtype)[:, :page_size]
+    return torch.zeros(shape, dtype=dtype)
+
+
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_whatever_gaps_arguments_have_the_operators_take_them(fake_npu, data):
+    """Slots, keys and values of any strides: written and read as if they had none."""
+    from kvdock_ascend.kernels.npu_set import NpuKernels
+    from kvdock_ascend.ops import Ops
+
+    npu, draw = NpuKernels(Ops(fake_npu.TorchNpu())), data.draw
+    heads, dim, count = (draw(st.integers(1, top)) for top in (2, 8, 4))
+    dtype = draw(st.sampled_from([torch.bfloat16, torch.float16, torch.float32, torch.int8, torch.uint8]))
+    slots = draw(st.lists(st.integers(0, 11), min_size=count, max_size=count, unique=True))
+    loc = spread(torch.tensor(slots, dtype=draw(st.sampled_from([torch.int32, torch.int64]))), draw)
+    v_dim = draw(st.sampled_from([dim, dim + 1]))
+    rows = [torch.randint(0, 100, (count, heads, width)).to(dtype) for width in (dim, v_dim)]
+    views = [wider((3, 4, heads, width), dtype, draw) for width in (dim, v_dim)]
+    wanted = [expected(torch.zeros(view.shape, dtype=dtype), loc, own) for view, own in zip(views, rows, strict=True)]
+    npu.store_kv(*views, loc, *(spread(own, draw) for own in rows))
+    for view, own, right in zip(views, rows, wanted, strict=True):
+        assert torch.equal(view, right)
+        assert torch.equal(npu.gather(view, loc), own)
+        npu.store(view, loc, spread(own.flip(0), draw))
+        assert torch.equal(view, expected(torch.zeros(view.shape, dtype=dtype), loc, own.flip(0)))
+        npu.move([view], spread(loc.flip(0), draw), loc)
+        assert torch.equal(view, right)
+
+
+@pytest.mark.parametrize("call", ["store", "store_kv"])
+def test_another_number_of_rows_than_slots_is_refused(kernels, call):
+    npu, fake = kernels
+    view, loc, rows = torch.zeros(2, 4, 2, 8).half(), torch.tensor([1, 2]), torch.ones(1, 2, 8).half()
+    with pytest.raises(SlotError, match=r"values of shape \[1, 2, 8\] .* for 2 slots"):
+        getattr(npu, call)(*[view] * len(call.split("_")), loc, *[rows] * len(call.split("_")))
+    assert not view.any()
+    assert fake.calls == {}
+
+
 @pytest.mark.parametrize(
     ("name", "change", "says"),
     [
@@ -144,3 +209,18 @@ def test_the_stand_in_refuses_what_is_not_documented(fake_npu, name, change, say
     operator(**good)
     with pytest.raises(fake_npu.OperatorError, match=says):
         operator(**{**good, **change})
+
+
+@pytest.mark.parametrize("kind", ["mha", "mla", "dsa"])
+@pytest.mark.parametrize("slots", [torch.int32, torch.int64])
+def test_every_other_slot_of_a_batch_can_be_written(plan, npu_pool, kind, slots):
+    """Slots come in int32 here, and a slice of them has gaps."""
+    cache = build(plan(kind, max_total_tokens=1024, max_running_requests=4), device="cpu", debug=True)
+    pool, fake = npu_pool(cache)
+    loc = cache.admit("a", 300).to(slots)[::2]
+    k, v = (torch.randn(150, *pool.get_kv_buffer(0)[side].shape[2:]).bfloat16() for side in (0, 1))
+    pool.set_kv_buffer(0, loc, k, v)
+    found = pool.read_kv(0, loc)
+    assert torch.equal(found[0], k)
+    assert torch.equal(found[1], v)
+    assert sum(fake.calls.values()) == (1 if kind == "mha" else 2)

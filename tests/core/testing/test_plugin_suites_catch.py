@@ -27,6 +27,8 @@ PLUGINS = {
     "OtherArguments": {"test_no_method_of_the_interface_is_missing"},  # L-12
     "Wide": {"test_a_slot_costs_what_its_kind_costs"},  # P-14
     "Hoarding": {"test_planned_bytes_are_allocated_bytes"},
+    "Twins": {"test_descriptors_tell_every_tensor_apart"},  # G-06
+    "Unmarked": {"test_every_plan_has_a_fingerprint"},  # G-01
     "Imperial": {"test_models_of_others_are_declined"},
 }
 DEVICES = {

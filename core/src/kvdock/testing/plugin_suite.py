@@ -41,6 +41,7 @@ from kvdock.testing.asking import (
     lacks_of,
     run_alone,
 )
+from kvdock.testing.pairing import described_alike, seen_pools, without_fingerprint
 from kvdock.testing.pool_data import verify_rows
 from kvdock.testing.questions import DEVICE_TYPES, OPTIONS, SHAPES, device_of, with_options
 from kvdock.testing.suite_base import SMALL_MODEL, Checks
@@ -300,6 +301,17 @@ class PluginSuite(Checks):
         """Every class that is claimed has all methods of its interface, with the arguments that callers give."""
         lacking = {cls.__name__: lacks_of(cls, INTERFACES[hook]) for hook, cls in classes_of(asked)}
         assert {name: lacks for name, lacks in lacking.items() if lacks} == {}
+
+    def test_every_plan_has_a_fingerprint(self, watch: Watch, case: Case) -> None:
+        """What a layer keeps is told apart by role, so that two sides of a transfer can be compared; it fits itself."""
+        assert (why := without_fingerprint(case.planned(watch))) == "", why
+
+    def test_descriptors_tell_every_tensor_apart(self, watch: Watch, case: Case) -> None:
+        """Name, role and layer of what an engine's pools describe are of one tensor each, in all groups together."""
+        pytest.importorskip("torch")
+        fine = msgspec.structs.replace(case.device, granularity_bytes=1)
+        cache = build(msgspec.structs.replace(case, device=fine).planned(watch), device=self.torch_device, debug=False)
+        assert (alike := described_alike(seen_pools(cache))) == "", alike
 
     def test_planned_bytes_are_allocated_bytes(self, watch: Watch, case: Case) -> None:
         """What is built takes what the plan says, to the byte, and pools own no more; a device's granularity is its own."""

@@ -14,6 +14,7 @@ from kvdock.builder import build
 from kvdock.errors import SlotError
 from kvdock.layout import Buffer, Unit
 from kvdock.pools.grouped import group_of
+from kvdock.testing.pairing import described_alike, seen_pools, without_fingerprint
 from kvdock.testing.pool_data import SIDES, Arrival, Data
 from kvdock.testing.pool_plans import PlanChecks
 from kvdock.testing.pool_rows import kept_beside, wrong_rows
@@ -239,6 +240,11 @@ class PoolSuite(PlanChecks):
             assert any(low <= info.pointer and last + info.item_nbytes <= high for low, high in ranges)
             assert info.nbytes % info.item_nbytes == 0
             assert info.layer_id is None or info.layer_id in pool.layer_ids
+
+    def test_descriptors_tell_every_tensor_apart(self, plan: CachePlan, cache: KVCache, pool: Pool) -> None:
+        """Name, role and layer are of one tensor each, also in what routes to the pool, and the plan has a fingerprint."""
+        assert (alike := described_alike((pool, *seen_pools(cache)))) == "", alike
+        assert (why := without_fingerprint(plan)) == "", why
 
     def test_descriptors_are_stable(self, data: Data) -> None:
         """A transfer engine registers memory once: writes, moves and `clear` leave every address and length alone."""

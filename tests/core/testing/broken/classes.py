@@ -107,6 +107,11 @@ class CutsRegionsShort(MHAPool):
         return [msgspec.structs.replace(region, nbytes=region.nbytes - 1) for region in super().regions()]
 
 
+class CallsAllTheSame(MHAPool):
+    def buffer_infos(self):
+        return [msgspec.structs.replace(info, name="kv", role="kv") for info in super().buffer_infos()]
+
+
 class ListsLayersInPairs(MHAPool):
     def buffer_infos(self):
         return sorted(super().buffer_infos(), key=lambda info: info.layer_id)

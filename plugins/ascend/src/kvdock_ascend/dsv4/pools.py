@@ -11,9 +11,11 @@ from kvdock.layout import Buffer
 from kvdock.planned import Parts
 from kvdock.pools.grouped import check_kv_dtype, group_of
 from kvdock.queries import PoolQuery
+from kvdock_dsv4.geometry import RATIO_OF
 from kvdock_dsv4.model import params_of
+from kvdock_dsv4.pools.packed import COMPRESSED
 from kvdock_dsv4.pools.placed import PlacedPool
-from kvdock_dsv4.pools.states import Ring, columns_of
+from kvdock_dsv4.pools.states import Ring, columns_of, state_role
 from kvdock_dsv4.settings import state_dtype
 
 from kvdock_ascend.pools.attention import INDEX, StackedPool, common_index_dim, stacked
@@ -50,7 +52,8 @@ class NpuRowsPool(PlainPool):
             PlanError: rows of different widths, or a type that cannot hold them.
         """
         columns = params_of(group_of(query).layers).row_dim
-        return (_buffer(query, ROWS, "latent", (1, columns), check_kv_dtype(query)),)
+        role = COMPRESSED if query.space.name in RATIO_OF else "latent"
+        return (_buffer(query, ROWS, role, (1, columns), check_kv_dtype(query)),)
 
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:
         """Return the rows of a layer ``[pages, page_size, 1, columns]``."""
@@ -191,7 +194,7 @@ class NpuCompressStatePool(PlainPool):
         Raises:
             PlanError: a type that cannot hold states, or layers of another family.
         """
-        return (_buffer(query, STATES, "state", (2 * columns_of(query),), state_dtype(query)),)
+        return (_buffer(query, STATES, state_role(query), (2 * columns_of(query),), state_dtype(query)),)
 
     def get_states(self, layer_id: int) -> Ring:
         """Return the rows and scores of a layer by slot, ``[pages, page_size, columns]`` each, as views.

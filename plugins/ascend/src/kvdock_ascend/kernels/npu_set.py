@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from kvdock.kernels.reference import ReferenceKernels
+from kvdock.kernels.reference import ReferenceKernels, check_values
 
 from kvdock_ascend import ops
 
@@ -17,6 +17,7 @@ class NpuKernels(ReferenceKernels):
 
     def store(self, view: torch.Tensor, loc: torch.Tensor, values: torch.Tensor) -> None:
         """Write ``values[i]`` to slot ``loc[i]``; of a slot named twice, either value may stay."""
+        check_values(view, loc.shape[0], values)
         rows = _rows(view)
         if rows is None or not loc.numel():
             super().store(view, loc, values)
@@ -33,8 +34,11 @@ class NpuKernels(ReferenceKernels):
         self, k_view: torch.Tensor, v_view: torch.Tensor, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> None:
         """Write keys and values of the same slots: at once if both have one shape, else keys, then values."""
+        check_values(k_view, loc.shape[0], k)
+        check_values(v_view, loc.shape[0], v)
         if loc.numel() and self._is_cache(k_view, k) and self._is_cache(v_view, v) and k.shape == v.shape:
-            self._ops.write_cache(k.contiguous(), v.contiguous(), k_view, v_view, loc.to(torch.int32))
+            slots = loc.to(torch.int32).contiguous()  # every other one of a batch, say, has gaps
+            self._ops.write_cache(k.contiguous(), v.contiguous(), k_view, v_view, slots)
         else:
             self.store(k_view, loc, k)
             self.store(v_view, loc, v)

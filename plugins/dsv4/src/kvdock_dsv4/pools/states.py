@@ -286,6 +286,11 @@ def columns_of(query: PoolQuery) -> int:
     return dim * (2 if params.compress_ratio == 4 else 1)
 
 
+def state_role(query: PoolQuery) -> str:
+    """Return the role of a group's states: a layer of ratio 4 has two kinds, which a transfer tells apart."""
+    return "index_state" if query.kind == INDEX_STATE else "state"
+
+
 def _ratio(query: PoolQuery) -> int:
     params: DSV4Params = params_of(group_of(query).layers)
     return params.compress_ratio
@@ -295,7 +300,7 @@ def _buffer(query: PoolQuery, width: int, dtype: str, guard: int, round_rows_to:
     group = group_of(query)
     return Buffer(
         name=STATES,
-        role="index_state" if query.kind == INDEX_STATE else "state",
+        role=state_role(query),
         space=group.space,
         shape=(width,),
         dtype=dtype,

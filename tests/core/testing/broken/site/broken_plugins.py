@@ -9,6 +9,7 @@ from kvdock.hookspecs import hookimpl
 from kvdock.layout import LayerGroup
 from kvdock.pools import MHAPool
 from kvdock.pools.base import Pool
+from kvdock.pools.indexer import IndexerPool
 
 
 class BrokenPool(MHAPool):
@@ -151,6 +152,31 @@ class HoardingPool(BrokenPool):
         return [*super().storages(), torch.zeros(1024)]
 
 
+class TwinsPool(BrokenPool):
+    """G-06: keys and values of a layer by one name and role, in the order in which they lie."""
+
+    def buffer_infos(self):
+        return [msgspec.structs.replace(info, name="kv", role="kv") for info in super().buffer_infos()]
+
+
+class UnmarkedPool(IndexerPool):
+    """G-01: an indexer's keys are said to be the keys of its layer, as those of attention are."""
+
+    device_types = frozenset({"broken"})
+
+    @classmethod
+    def buffers(cls, query):
+        return tuple(msgspec.structs.replace(buffer, role="key") for buffer in super().buffers(query))
+
+
+class Unmarked:
+    kvdock_contract = "0.1"
+
+    @hookimpl
+    def get_pool_cls(self, query):
+        return UnmarkedPool if query.device.device_type == "broken" and query.kind == "sparse_index" else None
+
+
 class Imperial:
     kvdock_contract = "0.1"
 
@@ -164,6 +190,6 @@ WRONG_TYPE, WRONG_KERNELS = Plugin("BrokenPool"), WrongKernels()
 GREEDY, GREEDY_KERNELS, FICKLE = Greedy(), GreedyKernels(), Fickle()
 HOMELESS, UNNAMED = Plugin(HomelessPool), Plugin(UnnamedPool)
 HALF, OTHER_ARGUMENTS, HOARDING = Plugin(HalfPool), Plugin(OtherArgumentsPool), Plugin(HoardingPool)
-WIDE = Plugin(WidePool)
+WIDE, TWINS, UNMARKED = Plugin(WidePool), Plugin(TwinsPool), Unmarked()
 IMPERIAL = Imperial()
 NOSY, ROAMING, WRITING, SQUARE = Nosy(), Roaming(), Writing(), Plugin(SquarePool)
