@@ -54,8 +54,14 @@ class KVCache:
         self._debug = debug
         self._is_closed = False
         self._slides_whole = _slides_whole(plan)
-        self._gives_early = self._slides_whole or isinstance(allocator, (Evicts, KeepsTiers))
-        self._tail_tokens = _window(plan) if isinstance(allocator, TakesTails) else None
+        # What the parts can do is asked once: a protocol is looked up method by method.
+        self._evicts = allocator if isinstance(allocator, Evicts) else None
+        self._tiers = allocator if isinstance(allocator, KeepsTiers) else None
+        self._tails = allocator if isinstance(allocator, TakesTails) else None
+        self._more = allocator if isinstance(allocator, HoldsMore) else None
+        self._awaits = req_to_token_pool if isinstance(req_to_token_pool, Awaits) else None
+        self._gives_early = self._slides_whole or self._evicts is not None or self._tiers is not None
+        self._tail_tokens = None if self._tails is None else _window(plan)
         self._page_size = 1 if allocator is None else allocator.page_size
         self._holdings = Holdings(req_to_token_pool, self._page_size, self._slides_whole)
         self._states = req_to_token_pool if isinstance(req_to_token_pool, HoldsStates) else None
@@ -120,6 +126,7 @@ class KVCache:
             SlotError: the request has a row, what is asked for cannot be, or the cache is closed; with debug, slots
                 of `prefix` are not live.
         """
+        self._check_asked(request, cached_state, arriving)
         tokens, borrowed = self._check_admission(request, tokens, prefix, evicted)
         allocator = self._allocator
         before = None if allocator is None else allocator.backup_state()
@@ -130,7 +137,7 @@ class KVCache:
             if slots is not None and row is not None:
                 self._write_first(row, prefix, slots)
                 gone = 0 if tail is None else swa_tail_start(tokens, tail, self._page_size)
-                gone = tokens if arriving and isinstance(allocator, KeepsTiers) else gone
+                gone = tokens if arriving and self._tiers is not None else gone
                 self._holdings.hold(request, borrowed, max(evicted, gone if gone > borrowed else 0))
                 self._fork(request, cached_state)
                 return slots
@@ -182,7 +189,7 @@ class KVCache:
                 debug, another borrows tokens that did not leave its window yet, as far as this was called for
                 it. Nothing changes.
         """
-        if isinstance(self._allocator, KeepsTiers):
+        if self._tiers is not None:
             ends = (on_host(ends, "ends") // self._page_size * self._page_size).tolist()
         spans = self._holdings.due(requests, ends)
         if not self._gives_early:
@@ -258,8 +265,8 @@ class KVCache:
         span = Span(request, row, start, int(table.lengths[row]))
         self._free_tokens(span)
         try:
-            if isinstance(self._allocator, HoldsMore):
-                self._allocator.release(request)
+            if self._more is not None:
+                self._more.release(request)
             table.free(request)
         except BaseException:
             if table.row_of(request) is not None:
@@ -327,6 +334,13 @@ class KVCache:
         if self._allocator is not None:
             self._allocator.clear()
         self._holdings.clear()
+
+    def _check_asked(self, request: Hashable, cached_state: int | None, arriving: bool) -> None:
+        """Refuse what this plan never serves, however much is free."""
+        if arriving and self._awaits is None:
+            raise SlotError(f"request {request!r} cannot arrive: the plan is not of role='decode'")
+        if cached_state is not None and self._states is None:
+            raise SlotError(f"request {request!r} cannot begin with a state: requests have none in this plan")
 
     def _check_admission(
         self, request: Hashable, tokens: int, prefix: torch.Tensor | None, evicted: int
@@ -400,17 +414,15 @@ class KVCache:
             return _no_slots()
         last = self._on_device([-1]) if prefix is None or not borrowed else prefix[-1:]
         lens = self._on_device([borrowed]), [borrowed], self._on_device([tokens]), [tokens]
-        if tail is not None and isinstance(allocator, TakesTails):
-            return allocator.alloc_extend_swa_tail(*lens, last, tokens - borrowed, [tail], owners=[request])
-        if arriving and isinstance(allocator, KeepsTiers):
-            return allocator.alloc_logical_extend(*lens, last, tokens - borrowed, owners=[request])
+        if tail is not None and self._tails is not None:
+            return self._tails.alloc_extend_swa_tail(*lens, last, tokens - borrowed, [tail], owners=[request])
+        if arriving and self._tiers is not None:
+            return self._tiers.alloc_logical_extend(*lens, last, tokens - borrowed, owners=[request])
         return allocator.alloc_extend(*lens, last, tokens - borrowed, owners=[request])
 
     def _take_row(self, request: Hashable, arriving: bool) -> int | None:
-        table = self.req_to_token_pool
-        if arriving and not isinstance(table, Awaits):
-            raise SlotError(f"request {request!r} cannot arrive: the plan is not of role='decode'")
-        rows = table.alloc([request], arriving) if isinstance(table, Awaits) else table.alloc([request])
+        awaits = self._awaits
+        rows = self.req_to_token_pool.alloc([request]) if awaits is None else awaits.alloc([request], arriving)
         return None if rows is None else rows[0]
 
     def _write_first(self, row: int, prefix: torch.Tensor | None, slots: torch.Tensor) -> None:
@@ -421,11 +433,8 @@ class KVCache:
             self.req_to_token_pool.write([row], [0], [found.shape[0]], found)
 
     def _fork(self, request: Hashable, cached_state: int | None) -> None:
-        if cached_state is None:
-            return
-        if self._states is None:
-            raise SlotError(f"request {request!r} cannot begin with a state: requests have none in this plan")
-        self._states.fork_state(request, cached_state)
+        if cached_state is not None and self._states is not None:
+            self._states.fork_state(request, cached_state)
 
     def _take_back(self, request: Hashable, before: object) -> None:
         """Undo an admission that did not come to its end."""
@@ -443,10 +452,10 @@ class KVCache:
     def _free_left(self, rows: list[int], starts: list[int], ends: list[int]) -> None:
         """Give back what left the window: sliding slots, or where every layer slides whole pages."""
         table = self.req_to_token_pool.req_to_token
-        if isinstance(self._allocator, Evicts):
-            self._allocator.free_swa_rows(table, rows, starts, ends)
-        elif isinstance(self._allocator, KeepsTiers):
-            self._allocator.free_device_rows(table, rows, starts, ends)
+        if self._evicts is not None:
+            self._evicts.free_swa_rows(table, rows, starts, ends)
+        elif self._tiers is not None:
+            self._tiers.free_device_rows(table, rows, starts, ends)
         elif self._allocator is not None:
             page_size = self._allocator.page_size
             firsts, lasts = ([token // page_size * page_size for token in tokens] for tokens in (starts, ends))
@@ -460,8 +469,8 @@ class KVCache:
             self._check_given([span])
         table = self.req_to_token_pool.req_to_token
         begin = max(span.start, self._holdings.of(span.request).evicted)
-        sides = (Evicts, "swa_starts"), (KeepsTiers, "device_starts")
-        begins = {name: [begin] for kind, name in sides if isinstance(self._allocator, kind)}
+        sides = {"swa_starts": self._evicts, "device_starts": self._tiers}
+        begins = {name: [begin] for name, side in sides.items() if side is not None}
         try:
             self._allocator.free_rows(table, [span.row], [span.start], [span.end], **begins)
         except BaseException as error:

@@ -126,6 +126,16 @@ def test_an_admission_that_cannot_be_changes_nothing(make_cache, model, argument
     cache.check(held=slots)
 
 
+@pytest.mark.parametrize("asked", [{"arriving": True}, {"cached_state": 1}])
+def test_what_a_plan_never_serves_is_refused_without_room_too(make_cache, asked):
+    """Not ``None``, after which a scheduler would wait for room."""
+    cache = make_cache("mha")
+    while cache.admit(object(), 8) is not None:
+        pass
+    with pytest.raises(SlotError, match="request 'b' cannot"):
+        cache.admit("b", 8, **asked)
+
+
 def test_an_admission_behind_a_prefix_borrows_it(make_cache):
     cache = make_cache("hybrid")
     table = cache.req_to_token_pool
