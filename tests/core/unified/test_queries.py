@@ -237,3 +237,53 @@ def test_a_refusal_is_said_once():
         kvdock.plan(MODELS / "llama-3.1-8b.json", device="cpu", options={"unified_memory": True}, budget_bytes=2**30)
     assert str(refused.value).count("nothing to share out") == 1
     assert [plugin for plugin, _ in refused.value.objections] == ["core"]
+
+
+@pytest.mark.parametrize("kind", ["linear", "sliding", "three"])
+@pytest.mark.parametrize("count", [1.5, -1, "2", None, [3]])
+def test_numbers_of_pages_that_cannot_be_are_refused(small, kind, count):
+    cache = small.build(kind)
+    fill(cache)
+    memory = cache.memory
+    before = everything(memory)
+    calls = [
+        lambda: memory.secure({FULL: count}),
+        lambda: memory.fits({FULL: count}),
+        lambda: memory.shortfall({FULL: count}),
+        lambda: memory.together((FULL,), count),
+        lambda: cache.token_to_kv_pool_allocator.shortfall(count),
+    ]
+    for call in calls:
+        with pytest.raises(SlotError, match="pages"):
+            call()
+    assert everything(memory) == before
+    cache.check()
+
+
+def test_spaces_that_do_not_share_the_buffer_are_refused_by_name(small):
+    memory = small.build("three").memory
+    one = torch.ones(1, dtype=torch.int64)
+    calls = [
+        lambda: memory.secure({"nope": 1}),
+        lambda: memory.fits({"nope": 1}),
+        lambda: memory.shortfall({"nope": 1}),
+        lambda: memory.together(("nope",), 1),
+        lambda: memory.available("nope"),
+        lambda: memory.free_now("nope"),
+        lambda: memory.free_after("nope"),
+        lambda: memory.release("nope", one),
+        lambda: memory.copy("nope", one, one),
+    ]
+    for call in calls:
+        with pytest.raises(SlotError, match="space 'nope' does not share this buffer; state, full, swa do"):
+            call()
+
+
+@pytest.mark.parametrize("kind", ["linear", "sliding", "three"])
+def test_a_shortfall_of_any_number_says_what_is_available(small, kind):
+    cache = small.build(kind)
+    allocator = cache.token_to_kv_pool_allocator
+    for count in (10**6, 2**63, 2**80):
+        lacks = allocator.shortfall(count)
+        assert lacks[0].needed == count * 4
+        assert 0 <= lacks[0].available <= allocator.size

@@ -97,6 +97,18 @@ def whole_count(value: int, name: str) -> int:
     return int(found[0])
 
 
+def natural(value: int, name: str) -> int:
+    """Return a number that is whole and not negative.
+
+    Raises:
+        SlotError: it is another.
+    """
+    count = whole_count(value, name)
+    if count < 0:
+        raise SlotError(f"{name}={count} is negative; give 0 or more, nothing was changed")
+    return count
+
+
 def new_sizes(sizes: Mapping[str, int], spaces: Collection[str], name: str) -> dict[str, int]:
     """Return the sizes that a resize names; `name` says whose in errors.
 

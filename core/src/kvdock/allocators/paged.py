@@ -230,7 +230,7 @@ class PagedAllocator(Allocator):
 
     def shortfall(self, pages: int) -> tuple[Shortfall, ...]:
         """Say how many slots are missing for `pages` pages."""
-        needed = lengths.whole_count(pages, "pages") * self.page_size
+        needed = lengths.natural(pages, "pages") * self.page_size
         lacks = Shortfall(space=self.space, needed=needed, available=self.available_size())
         return (lacks,) if lacks.missing else ()
 

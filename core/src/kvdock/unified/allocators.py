@@ -157,7 +157,7 @@ class UnifiedAllocator(PagedAllocator):
     def shortfall(self, pages: int, swa_pages: int | None = None) -> tuple[Shortfall, ...]:
         """Say what is missing for `pages` pages, and which other space could give it."""
         self._enter()
-        count = lengths.whole_count(pages if swa_pages is None else swa_pages, "pages")
+        count = lengths.natural(pages if swa_pages is None else swa_pages, "pages")
         return self.memory.shortfall({self.space: count}, {self.space: self.numbers})
 
     def check(self, held: torch.Tensor | None = None) -> None:
@@ -199,7 +199,7 @@ class UnifiedSWAAllocator(SWAAllocator):
     def shortfall(self, pages: int, swa_pages: int | None = None) -> tuple[Shortfall, ...]:
         """Say which numbering lacks how many slots, or what both sides lack together and who could give it."""
         self._enter()
-        counts = [lengths.whole_count(count, "pages") for count in (pages, pages if swa_pages is None else swa_pages)]
+        counts = [lengths.natural(count, "pages") for count in (pages, pages if swa_pages is None else swa_pages)]
         numbers = {name: side.numbers for name, side in self._tiers.items() if isinstance(side, UnifiedAllocator)}
         return self.memory.shortfall(dict(zip((FULL, SWA), counts, strict=True)), numbers)
 

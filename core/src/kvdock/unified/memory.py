@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvdock.allocators.base import Shortfall
 from kvdock.allocators.debug import ThreadGuard
-from kvdock.allocators.lengths import whole_count
+from kvdock.allocators.lengths import natural
 from kvdock.errors import BuildError, SlotError
 from kvdock.unified.geometry import Line, Window
 from kvdock.unified.segment import Event, Owned, Segment
@@ -172,11 +172,12 @@ class UnifiedMemory:
 
     def free_now(self, space: str) -> int:
         """Return the pages that a space could take without moving any."""
-        return self._segments[space].holes + self.line.gap(space, self._windows())
+        return self._joined(space).holes + self.line.gap(space, self._windows())
 
     def free_after(self, space: str) -> int:
         """Return the pages that a space could take once the holes of the others are closed."""
         live = self.live()
+        self._joined(space)
         return max(0, self.line.room(space, live) - live[space])
 
     def available(self, space: str) -> int:
@@ -199,12 +200,17 @@ class UnifiedMemory:
         """Return how many pages, up to `most`, each of `spaces` could take in step as things are, beside `more` of others."""
 
         def is_short(count: int) -> bool:
-            return not self.fits({**(more or {}), **dict.fromkeys(spaces, count)})
+            return not self._fits({**beside, **dict.fromkeys(spaces, count)})
 
+        beside = self._counted(more or {})
+        most = min(natural(most, "pages"), 1 + min(self._joined(space).stretch.places for space in spaces))
         return bisect.bisect_left(range(1, most + 1), True, key=is_short) if is_short(most) else most
 
     def fits(self, more: Mapping[str, int]) -> bool:
         """Return whether each space could take so many more pages, all of them together, as things are."""
+        return self._fits(self._counted(more))
+
+    def _fits(self, more: Mapping[str, int]) -> bool:
         if self.can_move:
             return self.line.fits(self._with(more))
         return self.line.grown(self._windows(), self._beyond_holes(more)) is not None
@@ -215,9 +221,9 @@ class UnifiedMemory:
         What exceeds `numbers`, those that a numbering has left, its own space alone can give. Else the first space lacks
         what does not fit beside the others' share, and every other that could give enough alone is named.
         """
-        numbers = numbers or {}
+        more, numbers = self._counted(more), numbers or {}
         full = [space for space, count in more.items() if count > numbers.get(space, count)]
-        if not full and self.fits(more):
+        if not full and self._fits(more):
             return ()
         wanted, sizes = self._with(more), {name: part.stretch.page_size for name, part in self._segments.items()}
         held = () if full or not self.line.fits(wanted) else tuple(dict.fromkeys(self._holds.values()))
@@ -254,8 +260,12 @@ class UnifiedMemory:
         """Make holes for so many more pages of each space, or change nothing and return ``False``.
 
         Takes gaps first, and closes holes of others only where gaps are too small and pages may move.
+
+        Raises:
+            SlotError: a space that does not share the buffer, or a number that is negative or not whole.
         """
         self._enter()
+        more = self._counted(more)
         lacking = self._beyond_holes(more)
         if not lacking:
             return True
@@ -281,7 +291,7 @@ class UnifiedMemory:
         grew for it: nothing moves.
         """
         self._enter()
-        segment = self._segments[space]
+        segment = self._joined(space)
         segment.release(pages)
         if self._released is None:
             self._settle(segment, pages, owned)
@@ -332,8 +342,8 @@ class UnifiedMemory:
             SlotError: a number that is negative, or not whole.
         """
         self._enter()
-        limit = _bytes(max_bytes, "max_bytes")
-        goal = self.line.high // HEADROOM if headroom_bytes is None else _bytes(headroom_bytes, "headroom_bytes")
+        limit = natural(max_bytes, "max_bytes")
+        goal = self.line.high // HEADROOM if headroom_bytes is None else natural(headroom_bytes, "headroom_bytes")
         before = self.bytes_moved
         if not self.can_move or not limit:
             return 0
@@ -355,7 +365,7 @@ class UnifiedMemory:
         """Copy all that virtual pages ``[n]`` of a space hold to others; every source is read before a target is written."""
         self._enter()
         self._wait()
-        self._segments[space].copy(source, target)
+        self._joined(space).copy(source, target)
 
     def zero(self) -> None:
         """Zero the whole buffer, whoever owns its pages."""
@@ -377,6 +387,17 @@ class UnifiedMemory:
                 end = stretch.at(segment.window.high)
         if end > self.line.high:
             raise SlotError("the spaces own more bytes than the shared buffer has")
+
+    def _joined(self, space: str) -> Segment:
+        if space not in self._segments:
+            raise SlotError(f"space {space!r} does not share this buffer; {', '.join(self._segments)} do")
+        return self._segments[space]
+
+    def _counted(self, more: Mapping[str, int]) -> dict[str, int]:
+        """Return numbers of pages of spaces that share the buffer, each whole and not negative."""
+        return {
+            self._joined(space).stretch.space: natural(count, f"pages of {space!r}") for space, count in more.items()
+        }
 
     def _windows(self) -> dict[str, Window]:
         return {space: segment.window for space, segment in self._segments.items()}
@@ -440,10 +461,3 @@ class UnifiedMemory:
         for space, to in windows.items():
             if self._segments[space] not in owning:
                 self._segments[space].widen(to)
-
-
-def _bytes(value: int, name: str) -> int:
-    count = whole_count(value, name)
-    if count < 0:
-        raise SlotError(f"{name}={count} is negative; give 0 or more, nothing was changed")
-    return count
