@@ -340,3 +340,120 @@ def test_frees_of_every_form_give_back_all_that_lies_beside(tiered):
     allocator.resize({"full": 2048, "swa": 1024, "device": 256})
     assert (allocator.size, allocator.device_available_size()) == (2048, 256)
     allocator.clear()
+
+
+def test_buffers_are_no_more_than_the_device_could_hold_whole_ones_of(tiered):
+    allocator = tiered.token_to_kv_pool_allocator
+    allocator.resize({"full": 2048, "swa": 1024, "device": 6 * 64})
+    assert allocator.max_device_buffers == 2  # of 128 slots, and a page of 64 beside each
+    for name in "abc":
+        admitted(tiered, name, 256)
+    assert [len(allocator.alloc_device_buffer(name, 64)) for name in "ab"] == [64, 64]
+    assert allocator.device_available_size() == 64
+    assert allocator.alloc_device_buffer("c", 64) is None
+
+
+def test_rows_leave_the_device_with_the_last_token_of_their_page(tiered):
+    slots, loc, pool = admitted(tiered, "a", 512)
+    allocator = tiered.token_to_kv_pool_allocator
+    free = allocator.device_available_size(), allocator.swa_available_size()
+    allocator.free_swa(slots[:255])
+    assert (allocator.device_available_size(), allocator.swa_available_size()) == free
+    allocator.free_swa(slots[255:300])
+    assert (allocator.device_available_size(), allocator.swa_available_size()) == (free[0] + 64, free[1] + 256)
+    assert pool.resident(loc).tolist() == [False] * 64 + [True] * 64
+
+
+def test_a_prompt_arrives_where_its_tail_fits(decoding):
+    allocator = decoding.token_to_kv_pool_allocator
+    taken = allocator.swa.alloc(allocator.swa_available_size() - 2 * 256)
+    assert decoding.admit("a", 1300, arriving=True) is not None  # 6 pages, 2 of them the tail
+    assert allocator.swa_available_size() == 0
+    decoding.release("a")
+    allocator.swa.free(taken)
+
+
+def test_a_buffer_that_goes_back_in_a_group_voids_states_from_inside(tiered):
+    admitted(tiered, "a", 300)
+    allocator = tiered.token_to_kv_pool_allocator
+    allocator.alloc_device_buffer("a")
+    allocator.free_group_begin()
+    allocator.release("a")
+    state = allocator.backup_state()
+    allocator.free_group_end()
+    with pytest.raises(SlotError, match="were freed after this state was made"):
+        allocator.restore_state(state)
+
+
+def test_a_refused_resize_changes_no_space(tiered):
+    allocator = tiered.token_to_kv_pool_allocator
+    before = allocator.size, allocator.swa.size, allocator.device.size
+    with pytest.raises(SlotError, match="up to"):
+        allocator.resize({"device": 64, "full": 2**30})
+    assert (allocator.size, allocator.swa.size, allocator.device.size) == before
+    assert allocator.device_available_size() == before[2]
+
+
+def test_nothing_is_left_of_buffers_after_a_clear(tiered):
+    slots, _, _ = admitted(tiered, "a", 300)
+    allocator = tiered.token_to_kv_pool_allocator
+    allocator.alloc_device_buffer("a")
+    tiered.check(slots)  # a buffer is nobody's leak
+    tiered.clear()
+    assert not allocator.req_to_device_buffer.any()
+    admitted(tiered, "a", 300)
+    assert allocator.alloc_device_buffer("a", 64).shape == (64,)
+
+
+def test_what_left_the_device_is_not_copied_to_the_host_again(tiered):
+    _, loc, pool = admitted(tiered, "a", 600)
+    written = write(pool, loc)
+    pool.offload(loc)
+    tiered.evict(["a"], [512])
+    rows = pool.parts.tensors.rows("kv_host", C4)
+    last = rows[-1].clone()
+    pool.offload(torch.cat((loc, loc.new_tensor([-1]))))
+    assert pool.read_host(C4, loc).equal(written)
+    assert rows[-1].equal(last)
+
+
+def test_a_slot_of_nothing_is_padding_on_the_host(tiered):
+    _, loc, pool = admitted(tiered, "a", 600)
+    write(pool, loc)
+    none, last = torch.tensor([-1]), pool.parts.tensors.rows("kv_host", C4)[-1]
+    last.fill_(1)
+    row = torch.randn(1, 1, 80, generator=torch.Generator().manual_seed(2)).bfloat16()
+    pool.set_host_kv_buffer(C4, none, row)
+    assert last.eq(1).all()
+    assert pool.read_host(C4, none).equal(pool.read_host(C4, torch.tensor([0])))
+    slots = tiered.token_to_kv_pool_allocator.alloc_device_buffer("a", 64)
+    pool.swap_in(none, slots[:1], C4)
+    assert pool.read_device(C4, slots[:1]).equal(pool.read_host(C4, torch.tensor([0])))
+
+
+def test_copies_are_of_the_device_where_rows_are_newer_there(tiered):
+    slots, loc, pool = admitted(tiered, "a", 256)
+    write(pool, loc)
+    pool.offload(loc)
+    newer = write(pool, loc, seed=5)
+    copies = tiered.token_to_kv_pool.get_cpu_copy(slots)
+    _, there, _ = admitted(tiered, "b", 256)
+    row = tiered.req_to_token_pool.row_of("b")
+    tiered.token_to_kv_pool.load_cpu_copy(copies, tiered.req_to_token_pool.req_to_token[row, :256].long())
+    assert pool.read_kv(C4, there)[0].equal(newer)
+
+
+def test_moves_write_no_device_row_whose_source_is_on_the_host_alone(tiered):
+    _, loc, pool = admitted(tiered, "a", 600)
+    written = write(pool, loc)
+    pool.offload(loc)
+    tiered.evict(["a"], [256])
+    _, there, _ = admitted(tiered, "b", 256)
+    here = write(pool, there, seed=3)
+    pool.offload(there)
+    pool.move_kv_cache(there, loc[:64])
+    assert pool.read_kv(C4, there)[0].equal(here)
+    assert pool.read_host(C4, there).equal(written[:64])
+    pool.move_kv_cache(there[:1], torch.tensor([-1]))
+    pool.move_kv_cache(torch.tensor([-1]), loc[64:65])
+    assert pool.read_host(C4, there).equal(written[:64])
