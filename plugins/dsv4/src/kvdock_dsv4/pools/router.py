@@ -63,7 +63,7 @@ class DSV4Pool(RoutedPool):
             self._by_kind[key] = pool
         self._compressed_names = {
             RATIO_OF[pool.query.space.name]: name
-            for name, pool in reversed(parts.pools.items())
+            for name, pool in reversed([*parts.pools.items()])
             if pool.query.space.name in RATIO_OF
         }
         """Ratio → the first part whose slots are compressed by it."""
