@@ -183,6 +183,7 @@ def test_a_row_or_position_that_does_not_exist_is_paddings(cached):
     slots = cache.admit("a", 300)
     pool, row = cache.token_to_kv_pool, cache.req_to_token_pool.row_of("a")
     columns = cache.req_to_token_pool.req_to_token.shape[1]
+    cache.req_to_token_pool.req_to_token[row, -1] = slots[299]  # which position −1 must not find
     rows = torch.tensor([row, row, row, 5, -1, 0, row], dtype=torch.int32)
     positions = torch.tensor([299, columns, -1, 299, 299, 299, 2**40])
     for ratio in (4, 128):

@@ -124,6 +124,16 @@ def test_padding_is_written_as_often_as_a_captured_batch_has_empty_places(cache)
     assert score.unique().tolist() == [float("-inf")]
 
 
+def test_what_owns_nothing_moves_nothing_and_is_moved_nowhere(cache):
+    found = cache()
+    found.admit("a", 300)
+    states = found.token_to_kv_pool.state_pool(2)
+    states.set_states(2, tensor(128, 129), *torch.ones(2, 2, 80))
+    states.move_kv_cache(tensor(130, 129, -1), tensor(128, -1, 128))
+    kv = states.read_states(2, tensor(130, 129, 131)).kv
+    assert kv.unique(dim=1).flatten().tolist() == [1.0, 1.0, 0.0]
+
+
 def test_checks_of_rows_wait_for_no_device_and_are_made_with_debug_alone(plan, small):
     from kvdock.builder import build
 

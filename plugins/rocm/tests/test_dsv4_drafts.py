@@ -149,6 +149,11 @@ def test_places_and_rows_that_do_not_fit_are_refused_and_nothing_is_written(cach
         ),
         (lambda: pool.get_request_copy(row.view(1, 2)), r"request rows of torch.int64 and shape \[1, 2\]"),
         (lambda: pool.load_request_copy(copies, torch.tensor([5])), "request row 5 is outside 0 … 4"),
+        (
+            lambda: cache.pools["c4"].set_kv_buffer(1, torch.tensor([256]), k[:1]),
+            "'c4': request row 2 belongs to no request",
+        ),
+        (lambda: cache.pools["c4"].get_request_copy(torch.tensor([2])), "'c4': request row 2 belongs to no request"),
         (lambda: cache.pools["swa"].get_request_copy(torch.tensor([5])), "request row 5 is outside 0 … 4"),
         (lambda: cache.pools["c4.state"].load_request_copy(copies[:1], row), "name one twice"),
     ]

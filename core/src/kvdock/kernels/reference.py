@@ -46,7 +46,9 @@ class ReferenceKernels(Kernels):
         rows = _rows(view.shape, view.stride(), view.storage_offset(), view.dtype)
         if rows is None:
             return _bits(view)[_page_and_offset(loc.to(torch.int64), view.shape[1])].view(view.dtype)
-        found = rows.table(view).index_select(0, _index(rows, view.shape[1], loc.reshape(-1)))
+        found = rows.table(view).index_select(
+            0, _index(rows, view.shape[1], loc if loc.dim() == 1 else loc.reshape(-1))
+        )
         return found.view(view.dtype).view(*loc.shape, *view.shape[2:])
 
     def move(self, views: Sequence[torch.Tensor], tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
@@ -93,9 +95,11 @@ class ReferenceKernels(Kernels):
 
     def translate(self, mapping: torch.Tensor, loc: torch.Tensor, page_size: int = 1) -> torch.Tensor:
         """Return the slots to which `mapping`, page to page, sends `loc`, as int64; −1 stays −1, page 0 is slot 0."""
-        wide = loc.to(torch.int64)
+        wide = _wide(loc)
         page, offset = (wide, None) if page_size == 1 else _page_and_offset(wide, page_size)
-        found = mapping.index_select(0, page.clamp(min=0).reshape(-1)).view(wide.shape).to(torch.int64)
+        page = page.clamp(min=0)
+        found = mapping.index_select(0, page if page.dim() == 1 else page.reshape(-1))
+        found = _wide(found if page.dim() == 1 else found.view(wide.shape))
         if offset is not None:
             found = torch.where(found == 0, found, found * page_size + offset)
         return torch.where(wide < 0, wide, found)
@@ -179,8 +183,13 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def _index(rows: _Rows, page_size: int, loc: torch.Tensor) -> torch.Tensor:
     """Return the row that each slot is."""
-    slot = loc if loc.dtype is torch.int64 else loc.to(torch.int64)
-    return slot + _page_and_offset(slot, page_size)[0] * rows.gap if rows.gap else slot
+    slot = _wide(loc)
+    return slot + _page(slot, page_size) * rows.gap if rows.gap else slot
+
+
+def _wide(numbers: torch.Tensor) -> torch.Tensor:
+    """Return numbers as int64: what is that already as it is, without a call that copies nothing."""
+    return numbers if numbers.dtype is torch.int64 else numbers.to(torch.int64)
 
 
 class _Indexed(NamedTuple):
@@ -222,7 +231,10 @@ def check_values(view: torch.Tensor, n: int, values: torch.Tensor) -> None:
         )
 
 
+def _page(slot: torch.Tensor, page_size: int) -> torch.Tensor:
+    return slot // page_size if page_size & (page_size - 1) else slot >> (page_size.bit_length() - 1)
+
+
 def _page_and_offset(slot: torch.Tensor, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    if page_size & (page_size - 1):
-        return slot // page_size, slot % page_size
-    return slot >> (page_size.bit_length() - 1), slot & (page_size - 1)
+    offset = slot % page_size if page_size & (page_size - 1) else slot & (page_size - 1)
+    return _page(slot, page_size), offset

@@ -73,7 +73,9 @@ class PackedFormat(msgspec.Struct, frozen=True, kw_only=True):
         limit = torch.finfo(element).max
         blocks = nope.to(torch.float32).reshape(*nope.shape[:-1], self.blocks, BLOCK)
         exponents = _exponents(blocks, limit)
-        scaled = torch.ldexp(blocks, -exponents.unsqueeze(-1)).clamp(-limit, limit)
+        # 2 ** -exponent by its bits: exponents are from -127 to 120, so none is too small for a normal float32.
+        powers = ((BIAS - exponents) << 23).view(torch.float32)
+        scaled = (blocks * powers.unsqueeze(-1)).clamp_(-limit, limit)
         data = scaled.to(element).view(torch.uint8).flatten(-2)
         tail = recast(rope.to(getattr(torch, ROPE_DTYPE)), torch.uint8)
         scales = torch.nn.functional.pad((exponents + BIAS).to(torch.uint8), (0, self.scale_nbytes - self.blocks))
@@ -95,8 +97,7 @@ def _exponents(blocks: torch.Tensor, limit: float) -> torch.Tensor:
     import torch
 
     wide = torch.finfo(torch.float32)
-    magnitudes = blocks.abs()
-    largest = torch.where(magnitudes.isnan(), 0.0, magnitudes).amax(-1).clamp(max=wide.max)
+    largest = blocks.abs().nan_to_num_(0.0, posinf=wide.max).amax(-1)
     # A quotient of m · 2 ** e with m from ½ to below 1 is at most 2 ** e, and at most 2 ** (e - 1) where m is ½.
     mantissas, exponents = torch.frexp(largest / limit)
     exponents = exponents - (mantissas == 0.5).to(exponents.dtype)

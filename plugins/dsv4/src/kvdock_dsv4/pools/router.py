@@ -61,6 +61,12 @@ class DSV4Pool(RoutedPool):
         for pool in parts.pools.values():
             key = pool.query.kind, RATIO_OF.get(pool.query.space.name.removesuffix("_state"), 0)
             self._by_kind[key] = pool
+        self._compressed_names = {
+            RATIO_OF[pool.query.space.name]: name
+            for name, pool in reversed([*parts.pools.items()])
+            if pool.query.space.name in RATIO_OF
+        }
+        """Ratio → the first part whose slots are compressed by it."""
         self._ratios = {
             layer_id: RATIO_OF[space]
             for space in RATIO_OF
@@ -308,8 +314,8 @@ class DSV4Pool(RoutedPool):
         ratio = self.ratio_of(layer_id)
         if not ratio:
             raise SlotError(f"layer {layer_id} of compress ratio 0 compresses nothing")
-        name = next(n for n, pool in self.parts.pools.items() if pool.query.space.name == (C4 if ratio == 4 else C128))
-        self.checked_slots_for(name, loc, layer_id)
+        if self.parts.debug:
+            self.checked_slots_for(self._compressed_names[ratio], loc, layer_id)
         return self.translate_loc_from_full_to_compressed(loc, ratio)
 
     def _ring(self, space: str) -> int:
