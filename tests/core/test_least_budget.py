@@ -44,8 +44,9 @@ def plan(layers, context, options, budget=2**20, **fields):
 
 
 def served(made, budget, requests, length):
+    """Whether a budget serves; without suggestions, which would be tried for each of hundreds that do not."""
     try:
-        return not obstacles(made.replan(budget), requests, length)
+        return not obstacles(made.sized_for(budget), requests, length)
     except KVDockError:
         return False
 
