@@ -7,7 +7,7 @@ import pytest
 from kvdock.device import DeviceInfo
 from kvdock.errors import KVDockError
 from kvdock.model import LayerSpec, MHAParams, ModelSpec, StateParams
-from kvdock.questions import again, obstacles
+from kvdock.remedies import again, obstacles
 from kvdock.sizing import Problem, Solver, paying_budget, share_nbytes
 from kvdock.startup import core_only
 
