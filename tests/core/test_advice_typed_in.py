@@ -12,6 +12,8 @@ from kvdock.model import ConvBlock, ConvParams, DSAParams, LayerSpec, MHAParams,
 from kvdock.options import DEFAULTS, CacheOptions, Parallelism
 from kvdock.startup import core_only
 
+pytestmark = pytest.mark.once
+
 REGISTRY = core_only()
 MEMORY = ("budget_bytes", "weights_bytes", "reserve_bytes")
 KNOWN = {*CacheOptions.__struct_fields__, *Parallelism.__struct_fields__, *MEMORY, "device", "draft"}

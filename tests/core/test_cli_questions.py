@@ -349,7 +349,7 @@ def test_a_plan_as_json_loads_nothing_that_only_questions_need(config):
     code = (
         "import sys; from kvdock.cli import main\n"
         "try:\n    main(sys.argv[1:])\nexcept SystemExit:\n    pass\n"
-        "names = ('kvdock.questions', 'kvdock.choices', 'kvdock.deployment', 'kvdock.cli.page', 'kvdock.cli.ask', 'rich')\n"
+        "names = ('kvdock.questions', 'kvdock.remedies', 'kvdock.choices', 'kvdock.deployment', 'kvdock.cli.page', 'kvdock.cli.ask', 'rich')\n"
         "print([name for name in names if name in sys.modules], file=sys.stderr)"
     )
     command = [sys.executable, "-c", code, "plan", config, "--memory", "2GiB", "--json"]

@@ -7,7 +7,7 @@ import pytest
 from kvdock.device import DeviceInfo
 from kvdock.errors import KVDockError
 from kvdock.model import LayerSpec, MHAParams, ModelSpec, StateParams
-from kvdock.questions import again, obstacles
+from kvdock.remedies import again, obstacles
 from kvdock.sizing import Problem, Solver, paying_budget, share_nbytes
 from kvdock.startup import core_only
 
@@ -44,8 +44,9 @@ def plan(layers, context, options, budget=2**20, **fields):
 
 
 def served(made, budget, requests, length):
+    """Whether a budget serves; without suggestions, which would be tried for each of hundreds that do not."""
     try:
-        return not obstacles(made.replan(budget), requests, length)
+        return not obstacles(made.sized_for(budget), requests, length)
     except KVDockError:
         return False
 

@@ -9,7 +9,7 @@ import pytest
 from kvdock.device import DeviceInfo
 from kvdock.errors import PlanError
 from kvdock.model import LayerSpec, MHAParams, MLAParams, ModelSpec
-from kvdock.questions import again, obstacles
+from kvdock.remedies import again, obstacles
 from kvdock.startup import core_only
 
 GIB, MIB = 2**30, 2**20

@@ -5,7 +5,7 @@ import pytest
 from click.testing import CliRunner
 from kvdock.cli import main
 from kvdock.model import DSAParams, LayerSpec, ModelSpec
-from kvdock.questions import again
+from kvdock.remedies import again
 from kvdock.startup import core_only
 
 torch = pytest.importorskip("torch")

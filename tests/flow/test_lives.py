@@ -158,9 +158,10 @@ STATEFUL = {name: CACHES[name] for name in CACHES if name.startswith("states")}
 
 @pytest.mark.parametrize(("layers", "options"), STATEFUL.values(), ids=list(STATEFUL))
 def test_states_are_forked_swapped_and_rolled_back(layers, options):
-    # Too little room for all, or enough to keep prefixes.
+    # Too little room for all, or enough to keep prefixes for a second crowd.
     caches = [built(*layers, page_size=4, max_total_tokens=tokens, **options) for tokens in (200, 800)]
-    found = [drive(cache, arrivals(*CROWD, *CROWD), seed=0) for cache in caches]
+    crowds = arrivals(*CROWD), arrivals(*CROWD, *CROWD)
+    found = [drive(cache, crowd, seed=0) for cache, crowd in zip(caches, crowds, strict=True)]
     assert [report.problems for report in found] == [()] * 2
     expected = {"preemptions", "rollbacks"}
     expected |= {"forks"} if options.get("role") != "decode" else {"received"}

@@ -186,6 +186,14 @@ def test_seeded_arrivals_follow_the_medians_and_the_rate():
     assert 3800 / 50 < drawn[-1].timestamp_ms / 1000 < 4200 / 50 * 1.1
 
 
+def test_seeded_answers_are_short_unless_given():
+    # Medians of 512 and 64 tokens; within 6 % as above.
+    drawn = list(seeded(3, 4000, 2**20))
+    prompts, answers = (sorted(x) for x in zip(*((a.input_length, a.output_length) for a in drawn), strict=True))
+    assert 481 < prompts[2000] < 543
+    assert 60 < answers[2000] < 68
+
+
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [

@@ -19,7 +19,7 @@ from kvdock.model import ModelSpec
 from kvdock.options import CacheOptions, Parallelism, make_options, make_parallelism
 from kvdock.planner import CachePlan
 from kvdock.plugins.loading import Registry
-from kvdock.questions import check_count, obstacles
+from kvdock.remedies import check_count, obstacles
 
 TP_SIZES = (1, 2, 4, 8, 16, 32, 64)
 """Sizes that are tried for the fewest ranks."""

@@ -81,8 +81,8 @@ def test_requests_are_swapped_out_and_come_back_whole(cache, tiny):
 
 
 def test_online_states_of_requests_that_are_swapped_out_come_back(cache, tiny):
-    found = cache(tiny, 500_000, **TIGHT, max_running_requests=3, **ONLINE)
-    report = drive(found, arrivals(4, seed=3, prompt=300, output=400), seed=4)
+    found = cache(tiny, 400_000, **TIGHT, max_running_requests=3, **ONLINE)
+    report = drive(found, arrivals(4, seed=3, prompt=300, output=200), seed=4)
     assert report.problems == ()
     assert report.preemptions > 0 and report.finished == 4
 

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from kvdock.choices import Comparison, RankRow, RankTable, SmallestTP, Trial, Variant
     from kvdock.differences import Difference
     from kvdock.limits import Limit
-    from kvdock.questions import Answer, Longest, Remedy, SpaceNeed
+    from kvdock.questions import Answer, Longest
+    from kvdock.remedies import Remedy, SpaceNeed
 
 FLAGS: Mapping[str, str] = {
     "budget_bytes": "--memory",

@@ -55,7 +55,8 @@ def seeded(
     """Return `requests` arrivals: log-normal lengths, exponential gaps, the same for the same seed.
 
     No request is longer than `context_length` tokens. The medians are an eighth of the context for
-    prompts, at most 512, and a quarter of the prompt's for answers, unless given.
+    prompts, at most 512, and a quarter of the prompt's for answers, at most 64, unless given: a token of an answer
+    costs a step through every layer, and prompts pass windows and pages as well.
 
     Raises:
         PlanError: a count is not positive, or the context has no room for a prompt and an answer.
@@ -67,7 +68,7 @@ def seeded(
     if not per_second > 0 or math.isinf(per_second):
         raise PlanError(f"per_second={per_second} is no rate; give a number above 0")
     prompt = median_input if median_input is not None else max(1, min(512, context_length // 8))
-    answer = median_output if median_output is not None else max(1, prompt // 4)
+    answer = median_output if median_output is not None else max(1, min(64, prompt // 4))
     return _draw(random.Random(seed), requests, context_length, (prompt, answer), per_second)
 
 
