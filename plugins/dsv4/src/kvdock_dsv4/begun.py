@@ -16,7 +16,7 @@ class Begun:
     """
 
     def __init__(self, why: str) -> None:
-        self._why = why
+        self.why = why
         self._points: dict[Hashable, int] = {}
 
     def verify(self, prefix_lens: Iterable[int], owners: Iterable[Any] | None) -> None:
@@ -28,7 +28,7 @@ class Begun:
         for owner, tokens in zip(owners or (), prefix_lens, strict=False):
             if tokens and owner is not None and owner not in self._points:
                 raise SlotError(
-                    f"request {owner!r} cannot go on behind {tokens} tokens that are another's: {self._why}; begin at its "
+                    f"request {owner!r} cannot go on behind {tokens} tokens that are another's: {self.why}; begin at its "
                     "first token (prefix_cache=false)"
                 )
 

@@ -195,6 +195,11 @@ class DSV4NpuAllocator(SWAAllocator):
         """Forget that a request has begun; its pages go back with its row."""
         self._begun.forget(request)
 
+    @property
+    def unshared(self) -> str:
+        """Why nothing of a request can be kept for another, or lent to it."""
+        return self._begun.why
+
     def shortfall(self, pages: int, swa_pages: int | None = None) -> tuple[Shortfall, ...]:
         """Say which space lacks how many slots for `pages` pages of one request that begins."""
         needs = self._beside.needs(self._first_pages(pages))
