@@ -1,6 +1,7 @@
 """DeepSeek V4 on NPUs: nothing of a request is kept for another, so whoever ends gives back all that the next needs."""
 
 import pytest
+from kvdock.builder import build
 from kvdock.errors import SlotError
 
 pytest.importorskip("kvdock_dsv4.hooks")
@@ -39,4 +40,29 @@ def test_whatever_callers_try_to_keep_the_next_request_is_admitted(cached):
         with pytest.raises(SlotError, match="share none"):
             cache.release(name, kept=512)
         cache.release(name)
+    cache.close()
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_nothing_is_taken_for_an_owner_that_cannot_be_hashed(planned, debug):
+    """In none of the six spaces, whether a request begins or goes on."""
+    cache = build(planned(max_total_tokens=4096), device="cpu", debug=debug)
+    allocator, nameless = cache.token_to_kv_pool_allocator, ["no", "name"]
+    slots = cache.admit("a", 200)
+    before, owners, last = free_slots(cache), [nameless], slots[-1:]
+    begin = torch.tensor([0]), [0], torch.tensor([300]), [300], torch.tensor([-1]), 300
+    go_on = torch.tensor([200]), [200], torch.tensor([700]), [700], last, 500
+    for call in (
+        lambda: allocator.alloc(128, nameless),
+        lambda: allocator.alloc_pages(1, owners),
+        lambda: allocator.alloc_extend(*begin, owners=owners),
+        lambda: allocator.alloc_extend_bundle(*go_on, owners=owners),
+        lambda: allocator.alloc_decode(torch.tensor([201]), [201], last, owners=owners),
+        lambda: allocator.alloc_decode_bundle(torch.tensor([1]), [1], torch.tensor([-1]), owners=owners),
+        lambda: allocator.release(nameless),
+    ):
+        with pytest.raises(SlotError, match="is no list of hashable names"):
+            call()
+        assert free_slots(cache) == before
+    cache.release("a")
     cache.close()

@@ -24,3 +24,22 @@ def test_a_request_cannot_be_kept_lent_or_taken_over(cached, role):
     cache.release("a")
     assert allocator.available_size() == everything
     cache.close()
+
+
+def test_nothing_is_taken_for_an_owner_that_cannot_be_hashed(cached):
+    cache = cached(max_total_tokens=4096)
+    allocator, owners, last = cache.token_to_kv_pool_allocator, [["no", "name"]], cache.admit("a", 200)[-1:]
+    before = allocator.available_size()
+    for call in (
+        lambda: allocator.alloc_extend(
+            torch.tensor([0]), [0], torch.tensor([300]), [300], torch.tensor([-1]), 300, owners=owners
+        ),
+        lambda: allocator.alloc_extend(
+            torch.tensor([200]), [200], torch.tensor([700]), [700], last, 500, owners=owners
+        ),
+        lambda: allocator.alloc_decode(torch.tensor([201]), [201], last, owners=owners),
+        lambda: allocator.release(owners[0]),
+    ):
+        with pytest.raises(SlotError, match="is no list of hashable names"):
+            call()
+        assert allocator.available_size() == before
