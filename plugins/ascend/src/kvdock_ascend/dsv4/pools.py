@@ -114,6 +114,7 @@ class NpuIndexPool(PlainPool):
         """
         import torch
 
+        self.check_rows(layer_id, (self.index_head_dim,), loc, index_k)
         wide = index_k.to(torch.float32)
         scale = _float16_scale(wide.abs().amax(-1, keepdim=True))
         step = torch.where(scale > 0, scale, 1).to(torch.float32)
