@@ -105,6 +105,15 @@ class HoldsMore(Protocol):
 
 
 @runtime_checkable
+class SharesNothing(Protocol):
+    """An allocator whose requests own all that their tokens have: nothing of one can be kept for another or lent to it."""
+
+    @property
+    def unshared(self) -> str:
+        """Why, for messages."""
+
+
+@runtime_checkable
 class KeepsTiers(Protocol):
     """An allocator whose tokens give back their device rows before their slots, and whose requests hold more."""
 
@@ -137,3 +146,8 @@ class KeepsTiers(Protocol):
 
     def release(self, request: Hashable) -> None:
         """Give back what a request holds beside its tokens."""
+
+
+def unshared_by(allocator: object) -> str:
+    """Return why requests share nothing in what an allocator hands out; empty if they may."""
+    return allocator.unshared if isinstance(allocator, SharesNothing) else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING
 
-from kvdock.abilities import Awaits, Evicts, HoldsMore, HoldsStates, KeepsStates, KeepsTiers, TakesTails
+from kvdock.abilities import Awaits, Evicts, HoldsMore, HoldsStates, KeepsStates, KeepsTiers, TakesTails, unshared_by
 from kvdock.allocators.debug import held_states as named_states
 from kvdock.allocators.lengths import on_host, require_integers, to_device, to_host
 from kvdock.allocators.window import swa_tail_start
@@ -63,7 +63,7 @@ class KVCache:
         self._gives_early = self._slides_whole or self._evicts is not None or self._tiers is not None
         self._tail_tokens = None if self._tails is None else _window(plan)
         self._page_size = 1 if allocator is None else allocator.page_size
-        self._holdings = Holdings(req_to_token_pool, self._page_size, self._slides_whole)
+        self._holdings = Holdings(req_to_token_pool, self._page_size, self._slides_whole, unshared_by(allocator))
         self._states = req_to_token_pool if isinstance(req_to_token_pool, HoldsStates) else None
         self._state_pools = [pool for pool in pools.values() if isinstance(pool, KeepsStates)]
 
@@ -168,9 +168,9 @@ class KVCache:
         request lives, so a request whose own tokens are taken over calls this, too.
 
         Raises:
-            SlotError: the request has no row or did not write as much, or `borrowed` is no whole number of
-                pages; with debug, slots of the prefix are not live, or some that were evicted still are. Nothing
-                changes.
+            SlotError: the request has no row or did not write as much, `borrowed` is no whole number of pages, or
+                requests share nothing in this plan; with debug, slots of the prefix are not live, or some that were
+                evicted still are. Nothing changes.
         """
         if self._debug:
             self._check_held(request, borrowed, evicted)
@@ -250,10 +250,10 @@ class KVCache:
         cache; so do those that `hold_prefix` named.
 
         Raises:
-            SlotError: `kept` is not from 0 to what the request wrote or no whole number of pages, or slots
-                are freed that are not live or another's; with debug, another borrows them. The request keeps its
-                row. After any error a second call frees what is left, and nothing twice; what the first was told to
-                keep stays kept, unless it refused and nothing changed.
+            SlotError: `kept` is not from 0 to what the request wrote, no whole number of pages, or above 0 where
+                requests share nothing; slots are freed that are not live or another's; with debug, another borrows
+                them. The request keeps its row. After any error a second call frees what is left, and nothing twice;
+                what the first was told to keep stays kept, unless it refused and nothing changed.
         """
         table = self.req_to_token_pool
         row = table.row_of(request)

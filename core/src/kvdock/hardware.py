@@ -65,6 +65,21 @@ def plugin_settings(options: CacheOptions, plugin: str, cls: type[Settings], tak
         raise PlanError(f"plugin_options: {plugin} takes {takes}: {error}") from error
 
 
+def refuse_settings(options: CacheOptions, variant: str) -> None:
+    """Refuse ``plugin_options[variant]`` for a variant without options: what the user may say is its two plugins' to take.
+
+    Raises:
+        PlanError: such an option is given; names the plugins that take some.
+    """
+    given = (options.plugin_options or {}).get(variant)
+    if given:
+        hardware, _, family = variant.partition(".")
+        raise PlanError(
+            f"plugin_options: {variant} has no option {next(iter(given))!r}, nor any other; give what is for the device under "
+            f"{hardware!r}, and what is for the model under {family!r}"
+        )
+
+
 def unknown_backend(
     query: PlanQuery, plugin: str, known: Iterable[str], names: Sequence[str] = BACKEND_OPTIONS
 ) -> str | None:

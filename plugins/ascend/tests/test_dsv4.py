@@ -114,6 +114,49 @@ def test_what_the_form_does_not_have_is_refused(planned, dsv4_objections):
         planned(hisparse=True)
 
 
+@pytest.mark.parametrize("asked", [True, False])
+def test_floats_of_index_keys_are_refused_however_they_are_asked_for(planned, dsv4_objections, asked):
+    """Keys are integers here: the family's setting is no more read than the option that it stands for."""
+    dtype = "fp4" if asked else "fp8_e4m3"
+    with pytest.raises(kvdock.KVDockError, match=f"nothing in this plan reads index_dtype='{dtype}'"):
+        planned(index_dtype=dtype)
+    found = dsv4_objections(plugin_options={"dsv4": {"fp4_indexer": asked}})
+    assert found["ascend.dsv4"].startswith(f"fp4_indexer={str(asked).lower()} says which floats index keys are")
+
+
+def test_the_setting_of_state_dtype_is_the_option(planned):
+    by_setting, by_option, plain = (
+        planned(max_total_tokens=4096, **more)
+        for more in ({"plugin_options": {"dsv4": {"state_dtype": "bfloat16"}}}, {"state_dtype": "bfloat16"}, {})
+    )
+    assert by_setting.total_bytes == by_option.total_bytes < plain.total_bytes
+    assert {b.dtype for plan in (by_setting, by_option) for b in plan.buffers if b.name == "states"} == {"bfloat16"}
+    assert {b.dtype for b in plain.buffers if b.name == "states"} == {"float32"}
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (
+            {"ascend.dsv4": {"fia": True}},
+            "ascend.dsv4 has no option 'fia', nor any other; give .* under 'ascend', .* 'dsv4'",
+        ),
+        (
+            {"ascend": {"fai": True}},
+            "ascend has no option 'fai'; did you mean 'fia'\\?; there are fia, align_transfers, ba",
+        ),
+        (
+            {"dsv4": {"fp4": True}},
+            "no setting 'fp4'; did you mean 'fp4_indexer'\\?; there are state_dtype, online_compress",
+        ),
+        ({"ascend.dsv": {}}, "names 'ascend.dsv', which is not loaded; did you mean 'ascend.dsv4'"),
+    ],
+)
+def test_settings_that_nobody_takes_are_refused(planned, given, says):
+    with pytest.raises(kvdock.KVDockError, match=says):
+        planned(max_total_tokens=4096, plugin_options=given)
+
+
 def test_one_request_is_one_request(planned):
     """U-06"""
     assert planned(max_running_requests=1).max_running_requests == 1

@@ -209,8 +209,11 @@ def test_a_request_does_not_go_on_behind_anothers_pages(cached):
     cache = cached()
     slots = cache.admit("a", 256)
     before = free_sizes(cache)
-    with pytest.raises(kvdock.SlotError, match="cannot go on behind 256 tokens that are another's"):
+    with pytest.raises(kvdock.SlotError, match="request 'b': prefix=256 says that its first tokens are another's"):
         cache.admit("b", 400, prefix=slots)
+    grown = torch.tensor([256]), [256], torch.tensor([400]), [400], slots[-1:], 144
+    with pytest.raises(kvdock.SlotError, match="'b' cannot go on behind 256 tokens that are another's"):
+        cache.token_to_kv_pool_allocator.alloc_extend(*grown, owners=["b"])
     assert free_sizes(cache) == before
 
 

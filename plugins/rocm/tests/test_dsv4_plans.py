@@ -336,6 +336,13 @@ def test_options_without_use_here_are_errors(options, message, planned):
         planned(max_total_tokens=4096, **options)
 
 
+def test_the_form_has_no_settings_of_its_own(planned):
+    with pytest.raises(
+        kvdock.PlanError, match=r"rocm\.dsv4 has no option 'x', nor any other; give .* 'rocm', .* 'dsv4'"
+    ):
+        planned(max_total_tokens=4096, plugin_options={"rocm.dsv4": {"x": 1}})
+
+
 def test_pages_are_those_of_the_family(planned):
     with pytest.raises(kvdock.UnsupportedCombination, match="page_size=128 is not what kernels on mi300x read"):
         planned(max_total_tokens=4096, page_size=128)

@@ -183,7 +183,7 @@ def test_a_request_does_not_go_on_behind_anothers_tokens(cached):
     cache = cached()
     slots = cache.admit("a", 256)
     before, allocator = free_sizes(cache), cache.token_to_kv_pool_allocator
-    with pytest.raises(kvdock.SlotError, match="'b' cannot go on behind 256 tokens that are another's"):
+    with pytest.raises(kvdock.SlotError, match="request 'b': prefix=256 says that its first tokens are another's"):
         cache.admit("b", 400, prefix=slots)
     with pytest.raises(kvdock.SlotError, match="'b' cannot go on behind 256 tokens that are another's"):
         allocator.alloc_decode(torch.tensor([257]), [257], slots[-1:], owners=["b"])

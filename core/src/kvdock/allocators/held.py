@@ -39,6 +39,7 @@ class HeldPages:
         return len(self._rows)
 
     def __contains__(self, request: object) -> bool:
+        lengths.check_owners([request])
         return request in self._rows
 
     def rows(self) -> dict[Hashable, int]:
@@ -51,6 +52,7 @@ class HeldPages:
 
     def count(self, request: Hashable, base: int = 0) -> int:
         """Return the pages that a request holds in the block at `base`."""
+        lengths.check_owners([request])
         return self._blocks.get(request, {}).get(base, 0)
 
     def check_row(self, request: Hashable, row: int) -> None:

@@ -383,8 +383,10 @@ def check_batch(batch: int, owners: Sequence[object] | None = None, **tensors: t
     """Verify that every tensor, and `owners` if given, has one entry for each of `batch` requests.
 
     Raises:
-        SlotError: names the one that has not, or that is no tensor of whole numbers; nothing was taken.
+        SlotError: names the one that has not, or that is no tensor of whole numbers, or what `check_owners` refuses;
+            nothing was taken.
     """
+    check_owners(owners)
     integers = _integers()
     for name, tensor in tensors.items():
         if getattr(tensor, "dtype", None) not in integers:
@@ -395,6 +397,20 @@ def check_batch(batch: int, owners: Sequence[object] | None = None, **tensors: t
             )
     if owners is not None and len(owners) != batch:
         raise SlotError(f"owners names {len(owners)} requests, but seq_lens_cpu holds {batch}; give one of each")
+
+
+def check_owners(owners: Sequence[object] | None) -> None:
+    """Verify that owners are names that a dict takes, before anything is handed out to them.
+
+    Raises:
+        SlotError: one cannot be hashed, or they are no list; nothing was taken.
+    """
+    if owners is None:
+        return
+    try:
+        hash(tuple(owners))
+    except TypeError as error:
+        raise SlotError(f"owners={owners!r} is no list of hashable names ({error}); nothing was taken") from error
 
 
 class Ranges(NamedTuple):

@@ -65,8 +65,9 @@ class PagedAllocator(Allocator):
         """Return `need_size` slots, whole pages in order.
 
         Raises:
-            SlotError: `need_size` is negative or no multiple of the page size.
+            SlotError: `need_size` is negative or no multiple of the page size, or `owner` cannot be hashed.
         """
+        lengths.check_owners([owner])
         count = lengths.whole_pages(need_size, self.page_size, self._name)
         return self._handed(count, None if owner is None else [owner] * count, self._slots_of)
 
@@ -74,8 +75,9 @@ class PagedAllocator(Allocator):
         """Return `count` page numbers in order; `owners` names a holder of each for debug messages.
 
         Raises:
-            SlotError: `count` is negative, or there is another number of owners.
+            SlotError: `count` is negative, or there is another number of owners, or one cannot be hashed.
         """
+        lengths.check_owners(owners)
         count = lengths.whole_count(count, "count")
         if count < 0:
             raise SlotError(f"{self._name}: alloc_pages({count}) asks for fewer than no pages")

@@ -42,8 +42,9 @@ class TokenAllocator(PagedAllocator):
         """Return `need_size` slots.
 
         Raises:
-            SlotError: `need_size` is negative.
+            SlotError: `need_size` is negative, or `owner` cannot be hashed.
         """
+        lengths.check_owners([owner])
         need_size = lengths.whole_count(need_size, "need_size")
         if need_size < 0:
             raise SlotError(f"{self._name}: alloc({need_size}) asks for fewer than no slots")

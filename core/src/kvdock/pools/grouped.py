@@ -305,6 +305,7 @@ class GroupedPool(Pool):
 
     def check_rows(self, layer_id: int, shape: tuple[int, ...], loc: torch.Tensor, values: torch.Tensor) -> None:
         """Verify that `values` are one row of `shape` for each slot of `loc`; raises as `check_write` does."""
+        require_tensors(layer_id, slots=loc, values=values)
         if values.shape[1:] != shape or values.shape[0] != loc.shape[0] or loc.dim() != 1:
             raise SlotError(
                 f"layer {layer_id}: values of shape {list(values.shape)} for slots of shape {list(loc.shape)}; "
@@ -350,6 +351,19 @@ class GroupedPool(Pool):
         import numpy as np
 
         return named_holders(self._request_pool, np.asarray([slot]), 1)
+
+
+def require_tensors(layer_id: int, **given: object) -> None:
+    """Verify that what a write is given are tensors.
+
+    Raises:
+        SlotError: names the first that is none, before anything is written.
+    """
+    for name, value in given.items():
+        if not hasattr(value, "is_cpu"):
+            raise SlotError(
+                f"layer {layer_id}: {name} are a {type(value).__name__}; give a tensor, nothing was written"
+            )
 
 
 def group_of(query: PoolQuery) -> LayerGroup:

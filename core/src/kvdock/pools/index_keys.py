@@ -10,7 +10,7 @@ from kvdock import dtypes
 from kvdock.errors import PlanError, SlotError
 from kvdock.layout import Buffer, Unit
 from kvdock.model import DSAParams
-from kvdock.pools.grouped import group_of
+from kvdock.pools.grouped import group_of, require_tensors
 from kvdock.queries import PoolQuery
 
 if TYPE_CHECKING:
@@ -114,6 +114,7 @@ class IndexCodec:
         Raises:
             SlotError: it is not; gives both shapes.
         """
+        require_tensors(layer_id, slots=loc, keys=index_k)
         self._check(layer_id, loc, "index keys", index_k, self.format.dim)
 
     def encode(self, index_k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -132,6 +133,8 @@ class IndexCodec:
             SlotError: another number of them than of slots, or of another width in bytes.
         """
         import torch
+
+        require_tensors(layer_id, slots=loc, keys=keys, scales=scales)
 
         data, factors = (
             recast(keys, torch.uint8),

@@ -43,11 +43,12 @@ class Holdings:
     """Bookkeeping beside a request pool, on the host; a row that was handed out anew starts with nothing.
 
     `goes_whole` tells that an evicted token's slot itself went back (every layer slides), not only a sliding
-    slot beside it.
+    slot beside it. `unshared` says why nothing can be borrowed or kept, if it cannot.
     """
 
-    def __init__(self, table: RequestPool, page_size: int, goes_whole: bool) -> None:
+    def __init__(self, table: RequestPool, page_size: int, goes_whole: bool, unshared: str = "") -> None:
         self._table = table
+        self._unshared = unshared
         self._page_size = page_size
         self._goes_whole = goes_whole
         self._known: dict[Hashable, Holding] = {}
@@ -178,11 +179,16 @@ class Holdings:
             )
 
     def check_pages(self, request: Hashable, name: str, tokens: int) -> None:
-        """Verify that `tokens` end a page: a page has one owner.
+        """Verify that the first `tokens` of a request can be another's: they end a page, which has one owner.
 
         Raises:
-            SlotError: they do not.
+            SlotError: they do not, or requests share nothing here.
         """
+        if tokens and self._unshared:
+            raise SlotError(
+                f"request {request!r}: {name}={tokens} says that its first tokens are another's as well, and here requests "
+                f"share none: {self._unshared}; leave {name} out. Nothing was changed"
+            )
         if tokens % self._page_size:
             raise SlotError(
                 f"request {request!r}: {name}={tokens} is no whole number of pages of {self._page_size} tokens, and a "

@@ -60,6 +60,11 @@ class Batch:
             "an extend to fewer tokens": lambda: allocator.alloc_extend(one * 2, [2], one, [1], one, -1),
             "an extend of 1 token that is told 2": lambda: allocator.alloc_extend(one * 0, [0], one, [1], -one, 2),
             "an extend without a last slot": lambda: allocator.alloc_extend(one * 0, [0], one, [1], one[:0], 1),
+            "an alloc to an owner that cannot be hashed": lambda: allocator.alloc(page, owner=["a"]),
+            "an extend to such an owner": lambda: allocator.alloc_extend(
+                one * 0, [0], one, [1], -one, 1, owners=[["a"]]
+            ),
+            "a decode to such an owner": lambda: allocator.alloc_decode(one, [1], -one, owners=[["a"]]),
             "a decode to no tokens": lambda: allocator.alloc_decode(one * 0, [0], one),
             "a decode without a last slot": lambda: allocator.alloc_decode(one, [1], one[:0]),
             "free_rows of a row that is not there": lambda: allocator.free_rows(table, [2], [0], [page]),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
+from kvdock.allocators.lengths import check_owners
 from kvdock.errors import SlotError
 
 
@@ -16,23 +17,24 @@ class Begun:
     """
 
     def __init__(self, why: str) -> None:
-        self._why = why
+        self.why = why
         self._points: dict[Hashable, int] = {}
 
-    def verify(self, prefix_lens: Iterable[int], owners: Iterable[Any] | None) -> None:
+    def verify(self, prefix_lens: Iterable[int], owners: Sequence[Any] | None) -> None:
         """Verify that each request that goes on has begun.
 
         Raises:
-            SlotError: names one that has not.
+            SlotError: names one that has not, or that cannot be hashed.
         """
+        check_owners(owners)
         for owner, tokens in zip(owners or (), prefix_lens, strict=False):
             if tokens and owner is not None and owner not in self._points:
                 raise SlotError(
-                    f"request {owner!r} cannot go on behind {tokens} tokens that are another's: {self._why}; begin at its "
+                    f"request {owner!r} cannot go on behind {tokens} tokens that are another's: {self.why}; begin at its "
                     "first token (prefix_cache=false)"
                 )
 
-    def note(self, prefix_lens: Iterable[int], owners: Iterable[Any] | None, point: int) -> None:
+    def note(self, prefix_lens: Iterable[int], owners: Sequence[Any] | None, point: int) -> None:
         """Note which requests begin, now that their tokens were handed out at `point`."""
         for owner, tokens in zip(owners or (), prefix_lens, strict=False):
             if owner is not None and not tokens:
@@ -40,6 +42,7 @@ class Begun:
 
     def forget(self, request: Hashable) -> None:
         """Forget that a request has begun."""
+        check_owners([request])
         self._points.pop(request, None)
 
     def back_to(self, point: int) -> None:

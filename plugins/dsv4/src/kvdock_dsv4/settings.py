@@ -52,7 +52,10 @@ def given_settings(options: CacheOptions) -> Settings | None:
     known = Settings.__struct_fields__
     for name in given:
         if name not in known:
-            raise PlanError(f"plugin_options[{PLUGIN!r}] has no setting {show(name)}{nearest(str(name), known)}")
+            raise PlanError(
+                f"plugin_options[{PLUGIN!r}] has no setting {show(name)}{nearest(str(name), known)}; there are "
+                f"{', '.join(known)}"
+            )
     return Settings(**given)
 
 

@@ -127,11 +127,16 @@ class DSV4NpuAllocator(SWAAllocator):
         return self._bundled(take, growth.prefix.tolist(), growth.seq.tolist())
 
     def bundle(self, slots: torch.Tensor, prefix_lens_cpu: Lens, seq_lens_cpu: Lens) -> OutCacheLoc:
-        """Return where new tokens write whose full slots are known; never waits for the device."""
+        """Return where new tokens write whose full slots are known; never waits for the device.
+
+        Raises:
+            SlotError: `slots` are no tensor ``[n]`` of whole numbers, or the lengths contradict each other or do not add
+                up to `n`.
+        """
         import torch
 
-        prefix = lengths.on_host(prefix_lens_cpu, "prefix_lens_cpu")
-        seq = lengths.on_host(seq_lens_cpu, "seq_lens_cpu")
+        lengths.require_row("slots", slots)
+        prefix, seq, _ = lengths.extend_growth((prefix_lens_cpu, seq_lens_cpu), slots.numel(), self.page_size)
         found = {FULL: slots, SWA: self.translate(slots)}
         for name in (C4, C128, C4_STATE, C128_STATE):
             if name not in self._others:
@@ -147,9 +152,10 @@ class DSV4NpuAllocator(SWAAllocator):
         Of compressed rows −1 for tokens that are not the last of their group; −1 for −1 everywhere.
 
         Raises:
-            SlotError: there is no such space.
+            SlotError: there is no such space, or slots are no tensor of whole numbers.
         """
-        if name not in self._others:
+        lengths.require_integers("slots", loc)
+        if not isinstance(name, str) or name not in self._others:
             raise SlotError(f"no space {name!r} lies beside full slots; there are {', '.join(self._others) or 'none'}")
         is_state = self._beside.columns[name].is_state
         return self._beside.states(name, loc) if is_state else self._beside.compressed(name, loc)
@@ -192,9 +198,14 @@ class DSV4NpuAllocator(SWAAllocator):
         """Forget that a request has begun; its pages go back with its row."""
         self._begun.forget(request)
 
+    @property
+    def unshared(self) -> str:
+        """Why nothing of a request can be kept for another, or lent to it."""
+        return self._begun.why
+
     def shortfall(self, pages: int, swa_pages: int | None = None) -> tuple[Shortfall, ...]:
         """Say which space lacks how many slots for `pages` pages of one request that begins."""
-        needs = self._beside.needs(self._first_pages(pages))
+        needs = self._beside.needs(self._first_pages(lengths.whole_count(pages, "pages")))
         others = (part.shortfall(needs[name]) for name, part in self._others.items())
         return super().shortfall(pages, swa_pages) + tuple(lack for found in others for lack in found)
 
@@ -248,6 +259,7 @@ class DSV4NpuAllocator(SWAAllocator):
         are_pages: bool = False,
     ) -> torch.Tensor | None:
         """Return what `take` gets of full and sliding slots, with pages of all other spaces; all of them or nothing."""
+        lengths.check_owners(owners)
         if owners is not None and len(owners) == len(growth.seq):
             self._begun.verify(growth.prefix.tolist(), owners)
         if not growth.page_count:

@@ -107,13 +107,17 @@ class NpuIndexPool(PlainPool):
     def set_index_k(self, layer_id: int, loc: torch.Tensor, index_k: torch.Tensor) -> None:
         """Write keys ``[n, index_head_dim]`` to the compressed slots `loc`, each with the scale that its largest needs.
 
+        What is read differs from the key by half a step at most: its largest number over 127, and 2^-24 where that is
+        below the smallest float16, of which small scales are multiples. Numbers beyond ±127 · 65504 are kept as that.
+
         Raises:
             SlotError: the layer owns no keys here, or the shapes do not fit; nothing is written.
         """
         import torch
 
+        self.check_rows(layer_id, (self.index_head_dim,), loc, index_k)
         wide = index_k.to(torch.float32)
-        scale = (wide.abs().amax(-1, keepdim=True) / INT8_LIMIT).to(torch.float16)
+        scale = _float16_scale(wide.abs().amax(-1, keepdim=True))
         step = torch.where(scale > 0, scale, 1).to(torch.float32)
         keys = (wide / step).round().clamp(-INT8_LIMIT, INT8_LIMIT).to(torch.int8)
         self.set_index_k_scale_buffer(layer_id, loc, keys, scale)
@@ -285,6 +289,19 @@ class NpuCompressStatePool(PlainPool):
             rows, scores = states[0].chunk(2, -1)
             rows.zero_()
             scores.fill_(-math.inf)
+
+
+def _float16_scale(largest: torch.Tensor) -> torch.Tensor:
+    """Return the float16 scale of numbers up to `largest`, float32: finite, and rounded up where float16 is coarse.
+
+    Below its smallest normal number float16 has multiples of 2^-24 alone: the nearest may be far too small, or 0.
+    """
+    import torch
+
+    kind = torch.finfo(torch.float16)
+    scale, step = largest / INT8_LIMIT, kind.smallest_normal * kind.eps
+    scale = torch.where(scale < kind.smallest_normal, (scale / step).ceil() * step, scale)
+    return scale.clamp(max=kind.max).to(torch.float16)
 
 
 def _buffer(query: PoolQuery, name: str, role: str, shape: tuple[int, ...], dtype: str) -> Buffer:

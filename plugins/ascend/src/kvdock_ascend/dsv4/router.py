@@ -75,8 +75,12 @@ class DSV4NpuPool(DSV4Pool):
         return self.places_for(name, loc)
 
     def places_for(self, name: str, loc: torch.Tensor) -> torch.Tensor:
-        """Return where each of the slots `loc` has its row in a part: −1 for tokens that have none."""
-        space = self.parts.pools[name].query.space.name
+        """Return where each of the slots `loc` has its row in a part: −1 for tokens that have none.
+
+        Raises:
+            SlotError: there is no such part; names those that there are.
+        """
+        space = self._space_of(name)
         if space in RATIO_OF:
             return self.translate_loc_from_full_to_compressed(loc, RATIO_OF[space])
         if space in STATE_RATIO:

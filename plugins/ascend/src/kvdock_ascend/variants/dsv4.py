@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
 from kvdock.allocators import Allocator
+from kvdock.hardware import refuse_settings
 from kvdock.hookspecs import hookimpl
 from kvdock.layout import FULL, SWA, TARGET, Space
 from kvdock.pools.base import Pool
@@ -34,6 +35,9 @@ POOLS: Mapping[str, type[Pool]] = MappingProxyType(
 """Kind of a group → the pool that keeps it on these devices."""
 
 KV_DTYPE = "bfloat16"
+VARIANT = "ascend.dsv4"
+
+Rule = Callable[[PlanQuery], str | None]
 
 
 @hookimpl
@@ -41,6 +45,7 @@ def get_option_defaults(query: OptionsQuery) -> Mapping[str, Any] | None:
     """Give pages of 128, rows in bfloat16, and requests that share no pages."""
     if query.model.family != model.FAMILY or not device.is_ours(query.device):
         return None
+    refuse_settings(query.options, VARIANT)
     return {"page_size": rules.PAGE_SIZE, "kv_cache_dtype": KV_DTYPE, "prefix_cache": False}
 
 
@@ -78,20 +83,46 @@ def validate_plan(query: PlanQuery) -> tuple[str, ...] | None:
     """Object to what the form for these devices does not have."""
     if not _is_ours(query) or query.worker != TARGET:
         return None
-    found = [] if (page := rules.large_indexer_page(query)) is None else [page]
-    if query.kv_dtype not in rules.KV_DTYPES:
-        found.append(
-            f"kv_cache_dtype={query.options.kv_cache_dtype} ({query.kv_dtype}) is no type of rows that kernels here read for "
-            f"DeepSeek V4; leave kv_cache_dtype out, which gives {KV_DTYPE}"
-        )
-    if settings.is_online(query):
-        found.append("online_compress=true is no form of states that kernels here read; leave online_compress out")
-    if query.options.prefix_cache:
-        found.append(
-            "prefix_cache=true lets requests share pages, and a page of compressed rows here belongs to one request; "
-            "give prefix_cache=false"
-        )
-    return tuple(found)
+    return tuple(reason for rule in RULES if (reason := rule(query)) is not None)
+
+
+def _rows_dtype(query: PlanQuery) -> str | None:
+    if query.kv_dtype in rules.KV_DTYPES:
+        return None
+    return (
+        f"kv_cache_dtype={query.options.kv_cache_dtype} ({query.kv_dtype}) is no type of rows that kernels here read for "
+        f"DeepSeek V4; leave kv_cache_dtype out, which gives {KV_DTYPE}"
+    )
+
+
+def _online(query: PlanQuery) -> str | None:
+    if not settings.is_online(query):
+        return None
+    return "online_compress=true is no form of states that kernels here read; leave online_compress out"
+
+
+def _index_dtype(query: PlanQuery) -> str | None:
+    """Object to the setting that stands for `index_dtype`, which nothing reads here: keys are integers, whatever it says."""
+    asked = settings.settings_of(query).fp4_indexer
+    if asked is None:
+        return None
+    return (
+        f"fp4_indexer={str(asked).lower()} says which floats index keys are, and kernels here read them in integers of 8 bits "
+        "with a scale each; leave fp4_indexer out"
+    )
+
+
+def _shared_prefixes(query: PlanQuery) -> str | None:
+    if not query.options.prefix_cache:
+        return None
+    return (
+        "prefix_cache=true lets requests share pages, and a page of compressed rows here belongs to one request; "
+        "give prefix_cache=false"
+    )
+
+
+RULES: tuple[Rule, ...] = (rules.large_indexer_page, _rows_dtype, _online, _index_dtype, _shared_prefixes)
+"""In the order in which they are reported."""
 
 
 def _is_ours(query: Query) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from kvdock.allocators.lengths import require_integers
 from kvdock.errors import PluginError, SlotError
 from kvdock.layout import SWA
 from kvdock.planned import Parts
@@ -86,17 +87,23 @@ class DSV4Pool(RoutedPool):
     # Where rows lie.
 
     def translate_loc_from_full_to_swa(self, loc: torch.Tensor) -> torch.Tensor:
-        """Return the sliding slots of the slots `loc` as int64: −1 for −1, 0 where it was given back."""
+        """Return the sliding slots of the slots `loc` as int64: −1 for −1, 0 where it was given back.
+
+        Raises:
+            SlotError: slots are no tensor of whole numbers.
+        """
+        require_integers("slots", loc)
         return self._map.translate(loc)
 
     def translate_loc_from_full_to_compressed(self, loc: torch.Tensor, ratio: int) -> torch.Tensor:
         """Return the compressed slots of the slots `loc`; −1 for tokens that are not the last of their group, and for −1.
 
         Raises:
-            SlotError: no layer compresses by this ratio.
+            SlotError: no layer compresses by this ratio, or slots are no tensor of whole numbers.
         """
         import torch
 
+        require_integers("slots", loc)
         self._states_of(ratio)
         wide = loc.to(torch.int64)
         return torch.where(wide % ratio == ratio - 1, compressed_slot(wide, ratio), -1)
@@ -157,13 +164,17 @@ class DSV4Pool(RoutedPool):
         import torch
 
         places = self.places_for(name, loc)
-        if self.parts.pools[name].query.space.name != C4_STATE:
+        if self._space_of(name) != C4_STATE:
             return places
         return torch.where(loc % self.page_size < self._ring(C4_STATE), places, -1)
 
     def places_for(self, name: str, loc: torch.Tensor) -> torch.Tensor:
-        """Return where each of the slots `loc` has its row in a part: −1 for tokens that have none."""
-        space = self.parts.pools[name].query.space.name
+        """Return where each of the slots `loc` has its row in a part: −1 for tokens that have none.
+
+        Raises:
+            SlotError: there is no such part; names those that there are.
+        """
+        space = self._space_of(name)
         if space in RATIO_OF:
             return self.translate_loc_from_full_to_compressed(loc, RATIO_OF[space])
         if space == C4_STATE:
@@ -287,6 +298,13 @@ class DSV4Pool(RoutedPool):
     def index_state_pool(self, layer_id: int) -> CompressStatePool:
         """Return the pool of the states of a layer's index keys; raises as `compressed_pool`."""
         return self._part(CompressStatePool, INDEX_STATE, layer_id, "states of index keys")
+
+    def _space_of(self, name: str) -> str:
+        """Return the space of a part."""
+        pool = self.parts.pools.get(name) if isinstance(name, str) else None
+        if pool is None:
+            raise SlotError(f"no part is called {name!r}; there are {', '.join(self.parts.pools)}")
+        return pool.query.space.name
 
     def _part(self, cls: type[Part], kind: str, layer_id: int, what: str) -> Part:
         ratio = self.ratio_of(layer_id)

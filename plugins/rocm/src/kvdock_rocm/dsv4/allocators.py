@@ -33,7 +33,7 @@ class RocmPagedAllocator(PagedAllocator):
 
     def __init__(self, query: AllocatorQuery, parts: Parts) -> None:
         super().__init__(query, parts)
-        self._begun = Begun("their sliding rows and states are in the rings of that request's row")
+        self._begun = Begun("sliding rows and states of a token are in the rings of its request's row")
         self._count = 0
 
     def alloc_extend(
@@ -74,6 +74,11 @@ class RocmPagedAllocator(PagedAllocator):
     def release(self, request: Hashable) -> None:
         """Forget that a request has begun; its pages go back with its row."""
         self._begun.forget(request)
+
+    @property
+    def unshared(self) -> str:
+        """Why nothing of a request can be kept for another, or lent to it."""
+        return self._begun.why
 
     def backup_state(self) -> BegunState:
         """Return a token of the present allocations."""

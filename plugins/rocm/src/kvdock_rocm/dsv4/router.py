@@ -87,9 +87,9 @@ class RocmDSV4Pool(DSV4Pool):
         """Return where each of the slots `loc` has its row in a part: −1 for tokens that have none.
 
         Raises:
-            SlotError: the part lies by request row.
+            SlotError: the part lies by request row, or there is no such part.
         """
-        space = self.parts.pools[name].query.space.name
+        space = self._space_of(name)
         if space in RATIO_OF_ROWS:
             return self.translate_loc_from_full_to_row(loc, RATIO_OF_ROWS[space])
         if space in RATIO_OF:

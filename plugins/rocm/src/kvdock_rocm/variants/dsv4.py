@@ -8,6 +8,7 @@ from typing import Any
 
 from kvdock.allocators import Allocator
 from kvdock.device import DeviceInfo
+from kvdock.hardware import refuse_settings
 from kvdock.hookspecs import hookimpl
 from kvdock.layout import FULL, TARGET, LayerGroup, Space
 from kvdock.model import ModelSpec
@@ -22,6 +23,8 @@ from kvdock_rocm.dsv4.pools import RocmIndexPool, RocmRowsPool, RocmStatePool
 from kvdock_rocm.dsv4.router import RocmDSV4Pool
 
 kvdock_contract = "0.1"
+
+VARIANT = "rocm.dsv4"
 
 POOLS: Mapping[str, type[Pool]] = MappingProxyType(
     {
@@ -39,6 +42,7 @@ def get_option_defaults(query: OptionsQuery) -> Mapping[str, Any] | None:
     """Give rows in bfloat16, and requests that share no pages."""
     if not _is_ours(query.model, query.device):
         return None
+    refuse_settings(query.options, VARIANT)
     return {"kv_cache_dtype": rules.KV_DTYPE, "prefix_cache": False}
 
 
