@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 from kvdock.abilities import Awaits, Evicts, HoldsMore, HoldsStates, KeepsStates, KeepsTiers, TakesTails, unshared_by
 from kvdock.allocators.debug import held_states as named_states
-from kvdock.allocators.lengths import on_host, require_integers, to_device, to_host
+from kvdock.allocators.lengths import on_host, require_row, to_device, to_host
 from kvdock.allocators.window import swa_tail_start
 from kvdock.errors import BuildError, SlotError
 from kvdock.layout import TARGET
-from kvdock.pools.storage import Tensors, unique_storages
+from kvdock.pools.storage import Tensors, measured
 from kvdock.requests.holdings import Holdings, Span, columns
 
 if TYPE_CHECKING:
@@ -91,11 +91,11 @@ class KVCache:
 
     def allocated_bytes(self) -> int:
         """Return the device bytes of all tensors, each storage once, measured on them."""
-        return _measured(self._tensors, ("device",))
+        return measured(self._tensors, ("device",))
 
     def host_bytes(self) -> int:
         """Return the same for host memory, pinned or not."""
-        return _measured(self._tensors, ("host", "pinned"))
+        return measured(self._tensors, ("host", "pinned"))
 
     def admit(
         self,
@@ -350,7 +350,9 @@ class KVCache:
         if self._is_closed:
             raise SlotError(f"request {request!r} cannot be admitted: the cache is closed; build another from its plan")
         count, gone = on_host([tokens, evicted], "tokens and evicted").tolist()
-        borrowed, columns = 0 if prefix is None else _length_of(prefix), table.req_to_token.shape[1]
+        if prefix is not None:
+            require_row("prefix", prefix)
+        borrowed, columns = 0 if prefix is None else int(prefix.shape[0]), table.req_to_token.shape[1]
         if table.row_of(request) is not None:
             raise SlotError(f"request {request!r} has a row already; extend it, or release it first")
         if not max(1, borrowed) <= count <= columns:
@@ -479,13 +481,6 @@ class KVCache:
             raise
 
 
-def _length_of(prefix: torch.Tensor) -> int:
-    require_integers("prefix", prefix)
-    if prefix.dim() != 1:
-        raise SlotError(f"prefix has the shape {list(prefix.shape)}; give its slots in one row, nothing was changed")
-    return int(prefix.shape[0])
-
-
 def _no_slots() -> torch.Tensor:
     import torch
 
@@ -501,8 +496,3 @@ def _slides_whole(plan: CachePlan) -> bool:
 def _window(plan: CachePlan) -> int | None:
     """Return the earlier tokens that sliding layers see, if there are such layers."""
     return max((s.window_tokens for s in plan.outline.spaces.values() if s.window_tokens is not None), default=None)
-
-
-def _measured(tensors: Sequence[Tensors], memory: Sequence[str]) -> int:
-    raw = [tensor for part in tensors for kind in memory for tensor in part.storages(kind)]
-    return sum(unique_storages(raw).values())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -18,7 +18,6 @@ from kvdock.model import ModelSpec
 from kvdock.options import CacheOptions, Parallelism, ResolvedOptions
 from kvdock.planned import Planned
 from kvdock.plugins import resolve
-from kvdock.plugins.devices import owners_of
 from kvdock.plugins.loading import Registry, describe, stdout_to_stderr
 from kvdock.plugins.resolve import Decision
 from kvdock.pools.base import Pool
@@ -32,7 +31,7 @@ from kvdock.queries import (
     StateQuery,
 )
 from kvdock.requests.base import RequestPool
-from kvdock.resolution import ENGINE_FACTS, PLANNER_OPTIONS, refuse_unread, resolve_options, unread_options
+from kvdock.resolution import ENGINE_FACTS, PLANNER_OPTIONS, passed_over, refuse_unread, resolve_options, unread_options
 from kvdock.sizing import ordered
 from kvdock.storages import fits_pages
 from kvdock.unified.geometry import Line, line_of
@@ -182,7 +181,7 @@ def draw_outline(
         decisions=(*decisions, *builder.decisions),
         warnings=(
             *(warning for model in models for warning in model.warnings),
-            *_passed_over(builder.decisions, builder),
+            *passed_over(builder.decisions, registry, device),
         ),
     )
     who, read = f"{models[0].name} on {device.name}", _options_read(outline, outline.choices)
@@ -206,20 +205,6 @@ def _options_read(outline: Outline, choices: Iterable[Choice]) -> frozenset[str]
     if windows or outline.given.hybrid_swa == "off":
         read.add("hybrid_swa")  # where no layer has a window, full KV for every layer is what there is
     return frozenset(read)
-
-
-def _passed_over(decisions: Iterable[Decision], builder: _Builder) -> Iterator[str]:
-    """Say where the device's own plugin named a class that lacks what is asked, and another's took its place."""
-    device = builder.base.device
-    for decision in decisions:
-        unfit = [answer for answer in decision.answers if answer.outcome == "unfit" and decision.plugin]
-        owners = {member.name for member in owners_of(builder.registry, device)} if unfit else set()
-        for answer in unfit:
-            if answer.plugin in owners:
-                yield (
-                    f"{decision.subject}: {answer.detail}, so {decision.name} of {decision.plugin} serves "
-                    f"{device.name} instead of what plugin {answer.plugin!r} named"
-                )
 
 
 class _Builder:
@@ -487,7 +472,9 @@ def _objections(
     if without_kv:
         chosen = (decision for decision in builder.decisions if decision.hook == "get_pool_cls")
         advice = "its device reads KV that nothing keeps, so leave prefill_only_disable_kv_cache out"
-        found += [("core", f"{reason}; {advice}") for reason in _passed_over(chosen, builder)]
+        found += [
+            ("core", f"{reason}; {advice}") for reason in passed_over(chosen, builder.registry, builder.base.device)
+        ]
     for worker in builder.workers():
         own = tuple(group for group in groups if group.worker == worker)
         chosen_pools = [choice for choice in pools if choice.worker == worker]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 from kvdock.device import DeviceInfo
@@ -10,6 +10,7 @@ from kvdock.errors import PlanError, nearest
 from kvdock.model import ModelSpec
 from kvdock.options import DEFAULTS, CacheOptions, Parallelism, ResolvedOptions
 from kvdock.plugins import resolve
+from kvdock.plugins.devices import owners_of
 from kvdock.plugins.loading import Registry
 from kvdock.plugins.resolve import Decision
 from kvdock.queries import OptionsQuery
@@ -123,3 +124,16 @@ def refuse_unread(given: CacheOptions, read: Collection[str], who: str) -> None:
         raise PlanError(
             f"nothing in this plan reads {', '.join(unread)}: {who} has no part that the option shapes; leave it out"
         )
+
+
+def passed_over(decisions: Iterable[Decision], registry: Registry, device: DeviceInfo) -> Iterator[str]:
+    """Say where the device's own plugin named a class that lacks what is asked, and another's took its place."""
+    for decision in decisions:
+        unfit = [answer for answer in decision.answers if answer.outcome == "unfit" and decision.plugin]
+        owners = {member.name for member in owners_of(registry, device)} if unfit else set()
+        for answer in unfit:
+            if answer.plugin in owners:
+                yield (
+                    f"{decision.subject}: {answer.detail}, so {decision.name} of {decision.plugin} serves "
+                    f"{device.name} instead of what plugin {answer.plugin!r} named"
+                )

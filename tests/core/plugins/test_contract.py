@@ -39,7 +39,7 @@ QUERIES = {
     "PoolQuery": (*COMMON, "kind", "group", "spaces", "groups"),
     "AllocatorQuery": (*COMMON, "spaces", "groups", "inner"),
     "RequestQuery": (*COMMON, "spaces", "groups", "columns"),
-    "PlanQuery": (*COMMON, "groups", "spaces", "pools", "buffers"),
+    "PlanQuery": (*COMMON, "groups", "spaces", "pools", "buffers", "loaded"),
 }
 """Contract 0.1: every query with its fields."""
 

@@ -78,9 +78,7 @@ class PagedAllocator(Allocator):
             SlotError: `count` is negative, or there is another number of owners, or one cannot be hashed.
         """
         lengths.check_owners(owners)
-        count = lengths.whole_count(count, "count")
-        if count < 0:
-            raise SlotError(f"{self._name}: alloc_pages({count}) asks for fewer than no pages")
+        count = lengths.natural(count, "count")
         if owners is not None and len(owners) != count:
             raise SlotError(f"{self._name}: {len(owners)} owners for {count} pages; give one of each, or none")
         return self._take(count, owners)
@@ -104,8 +102,7 @@ class PagedAllocator(Allocator):
         """
         extend_num_tokens = lengths.whole_count(extend_num_tokens, "extend_num_tokens")
         growth = lengths.extend_growth((prefix_lens_cpu, seq_lens_cpu), extend_num_tokens, self.page_size)
-        on_device = {"prefix_lens": prefix_lens, "seq_lens": seq_lens, "last_loc": last_loc}
-        self.verify_growth(growth, on_device, owners)
+        self.verify_growth(growth, {"prefix_lens": prefix_lens, "seq_lens": seq_lens, "last_loc": last_loc}, owners)
         kernels, size = self.parts.kernels, self.page_size
         return self._grown(
             growth,
@@ -423,9 +420,8 @@ class PagedAllocator(Allocator):
         self._ring.require_live(self._ring.staged + count)
 
     def _owners_of_pages(self, owners: Sequence[Any] | None, growth: lengths.Growth | TailGrowth) -> list[Any] | None:
-        if self._ledger is None or owners is None:
-            return None
-        return lengths.owners_of_pages(owners, growth.new_pages)
+        noted = None if self._ledger is None else owners
+        return None if noted is None else lengths.owners_of_pages(noted, growth.new_pages)
 
     def _slots_of(self, pages: torch.Tensor) -> torch.Tensor:
         if self.page_size == 1:

@@ -187,6 +187,12 @@ def unique_storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
     return found
 
 
+def measured(tensors: Iterable[Tensors], memory: Sequence[str]) -> int:
+    """Return the bytes of all that lies in these kinds of memory, each storage once."""
+    raw = [tensor for part in tensors for kind in memory for tensor in part.storages(kind)]
+    return sum(unique_storages(raw).values())
+
+
 def _place(
     buffer: Buffer,
     units: int,

@@ -397,8 +397,9 @@ class _Run:
             return
         first_new = request.length - new
         oldest = 0 if self.slots.window is None else max(0, first_new - self.slots.window)
+        newest = request.length - 1
         drawn = {self.rng.randrange(request.length) for _ in range(SAMPLE_TOKENS - 2)}
-        self._check(request, sorted(drawn | {oldest, request.length - 1}), new)
+        self._check(request, sorted(drawn | {min(oldest, newest), newest}), new)
 
     def _check(self, request: Request, positions: Iterable[int], new: int = 1) -> None:
         """Compare tokens of a request as the first of its `new` tokens sees them."""
