@@ -50,6 +50,8 @@ class _Search:
 
     def find(self) -> int | None:
         """Return the smallest budget that holds."""
+        if self.plan.outline.line(self.plan.spaces) is not None:
+            return smallest(self._holds, 1, MOST_BYTES)  # no space takes a share of a buffer that all of them share
         budget = self._open(1)
         for _ in range(MOST_STEPS):
             if budget is None or budget > MOST_BYTES:
@@ -77,7 +79,7 @@ class _Search:
 
     def _holds(self, budget_bytes: int) -> bool:
         made = self._at(budget_bytes)
-        return made is not None and not self._lacks(made, made.spaces)
+        return made is not None and made.outline.holds(self.held, made.spaces)
 
     def _open(self, low: int) -> int | None:
         """Return the smallest budget from `low` on whose fixed spaces hold what is needed."""

@@ -129,8 +129,15 @@ class Outline(msgspec.Struct, frozen=True, kw_only=True):
         """Return whether so many slots of every space are there at once."""
         if any(slots[name] > sizes[name] for name in slots):
             return False
+        return self.shared_lack(slots, sizes) is None
+
+    def shared_lack(self, slots: Mapping[str, int], sizes: Mapping[str, int]) -> tuple[int, int] | None:
+        """Return the bytes of pages that slots of all spaces need of a shared buffer, and those that it has; ``None``: they fit."""
         line = self.line(sizes)
-        return line is None or line.fits({s.space: -(-slots[s.space] // s.page_size) for s in line.stretches})
+        pages = {} if line is None else {s.space: -(-slots[s.space] // s.page_size) for s in line.stretches}
+        if line is None or line.fits(pages):
+            return None
+        return sum(pages[s.space] * s.page_nbytes for s in line.stretches), line.high - line.low
 
     @property
     def numbering(self) -> str | None:

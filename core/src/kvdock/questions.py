@@ -18,6 +18,7 @@ from kvdock.explain import window_policy
 from kvdock.layout import REQUESTS, STATE
 from kvdock.planner import CachePlan
 from kvdock.remedies import (
+    SHARED_BUFFER,
     Remedy,
     SpaceNeed,
     again,
@@ -68,7 +69,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True, tag_field="question", ta
 class Longest(msgspec.Struct, frozen=True, kw_only=True, tag_field="question", tag="longest"):
     """The longest length in tokens that `requests` requests can have at once (0: none), and what stops it there.
 
-    `bound` is ``context_length`` or the space that has no slot for one token more, and `limit` the limit of the plan that
+    `bound` is ``context_length``, the space that has no slot for one token more, or ``the shared buffer`` of all, and `limit` the limit of the plan that
     it makes: ``request_tokens``, ``tokens``, ``requests``, ``state_slots`` or another space's name. `spaces` are taken at
     this length, `kv_bytes` on the device and `host_kv_bytes` in host memory. `remedies` serve a longer length, or the
     next one for fewer requests.
@@ -158,12 +159,13 @@ CONTEXT = "context_length"
 def _bound(plan: CachePlan, each: int, length: int) -> tuple[str, ...]:
     if length == context_of(plan):
         return (CONTEXT,)
-    return tuple(need.name for need in needs_of(plan, each, length + 1) if need.lacking)
+    lacking = tuple(need.name for need in needs_of(plan, each, length + 1) if need.lacking)
+    return lacking or (SHARED_BUFFER,)
 
 
 def _limit_of(plan: CachePlan, bound: tuple[str, ...]) -> str:
     """Return the limit of a plan that what stops a length belongs to; the first of several."""
-    names = {CONTEXT: "request_tokens", REQUESTS: "requests", STATE: "state_slots"}
+    names = {CONTEXT: "request_tokens", SHARED_BUFFER: "tokens", REQUESTS: "requests", STATE: "state_slots"}
     spaces = plan.outline.spaces
     found = [
         names.get(name) or ("tokens" if spaces[name].issued_by == "allocator" else name)

@@ -95,14 +95,20 @@ def obstacles(plan: CachePlan, requests: int, length: int) -> tuple[str, ...]:
     found = []
     if length > context_of(plan):
         found.append(f"length={length:,} is more than context_length={context_of(plan):,}")
-    return (
-        *found,
-        *(
-            f"space {need.name}: {need.needed:,} slots are needed, {need.there:,} are there, {need.lacking:,} are lacking"
-            for need in needs_of(plan, requests, length)
-            if need.lacking
-        ),
-    )
+    lacking = [need for need in needs_of(plan, requests, length) if need.lacking]
+    found += [
+        f"space {need.name}: {need.needed:,} slots are needed, {need.there:,} are there, {need.lacking:,} are lacking"
+        for need in lacking
+    ]
+    shared = None if lacking else plan.outline.shared_lack(held_slots(plan, requests, length), plan.spaces)
+    if shared is not None:
+        needed, there = shared
+        found.append(f"{SHARED_BUFFER}: pages of {needed:,} bytes are needed at once, {there:,} bytes are there")
+    return tuple(found)
+
+
+SHARED_BUFFER = "the shared buffer"
+"""What spaces of unified memory have together: each alone may have room where all of them have not."""
 
 
 def most_served(plan: CachePlan, length: int) -> int:
