@@ -457,3 +457,25 @@ def test_moves_write_no_device_row_whose_source_is_on_the_host_alone(tiered):
     pool.move_kv_cache(there[:1], torch.tensor([-1]))
     pool.move_kv_cache(torch.tensor([-1]), loc[64:65])
     assert pool.read_host(C4, there).equal(written[:64])
+
+
+def test_a_layer_is_copied_alone(tiered):
+    _, loc, pool = admitted(tiered, "a", 256)
+    other = 3
+    rows = torch.randn(64, 1, 80, generator=torch.Generator().manual_seed(4)).bfloat16()
+    for layer in (C4, other):
+        pool.set_kv_buffer(layer, loc, rows)
+    pool.offload(loc, C4)
+    assert pool.read_host(C4, loc).equal(pool.read_kv(C4, loc)[0])
+    assert not pool.parts.tensors.rows("kv_host", other).any()
+    pool.offload(loc, other)
+    assert pool.read_host(other, loc).equal(pool.read_kv(other, loc)[0])
+
+
+def test_a_check_finds_a_device_page_of_two_pages(tiered):
+    slots, _, _ = admitted(tiered, "a", 600)
+    allocator = tiered.token_to_kv_pool_allocator
+    first, second = (int(slots[token]) // 256 for token in (0, 256))
+    allocator.c4_to_device[first] = allocator.c4_to_device[second]
+    with pytest.raises(SlotError, match="a device page has two owners; the map c4_to_device is damaged"):
+        tiered.check(slots)

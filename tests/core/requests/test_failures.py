@@ -362,3 +362,17 @@ def test_a_trim_that_fails_gives_nothing_back_and_can_be_tried_again(monkeypatch
     cache.release("b")
     cache.release("a")
     assert allocator.available_size() == free
+
+
+def test_an_arrival_gives_up_nothing_of_a_prefix_that_reaches_into_its_window():
+    """Its tail begins at 160 of 300 tokens, inside the prefix, so the owner goes on sliding after it alone."""
+    cache = cache_of("gpt-oss-20b", role="decode", max_running_requests=2)
+    slots = cache.admit("owner", 320)
+    cache.admit("other", 300, prefix=slots[:256], arriving=True)
+    with pytest.raises(SlotError, match="'other'"):
+        cache.evict(["owner"], [160])
+    cache.evict(["other"], [160])
+    cache.evict(["owner"], [160])
+    cache.release("other")
+    cache.release("owner")
+    cache.check(torch.tensor([], dtype=torch.int64))
