@@ -479,3 +479,30 @@ def test_a_check_finds_a_device_page_of_two_pages(tiered):
     allocator.c4_to_device[first] = allocator.c4_to_device[second]
     with pytest.raises(SlotError, match="a device page has two owners; the map c4_to_device is damaged"):
         tiered.check(slots)
+
+
+def test_with_debug_slots_of_both_tiers_are_checked(tiered):
+    """A copy between tiers names slots that do not exist, and those that nobody holds; nothing is copied."""
+    pool = tiered.token_to_kv_pool.compressed_pool(C4)
+    slots = tiered.admit("a", 300)
+    own = slots[3:4] // 4
+    on_device = pool.row_slots(own)
+    last = {name: torch.tensor([tiered.plan.spaces[name] - 1]) for name in ("c4", "device")}
+    before = [part.clone() for tiers in pool._tiers(None) for part in tiers]
+    refused = {
+        "space 'device': .* never handed out": lambda: pool.swap_in(own, last["device"]),
+        "space 'device': slot 1000000 is outside": lambda: pool.swap_in(own, torch.tensor([10**6])),
+        "space 'device': slot -5 is outside": lambda: pool.swap_in(own, torch.tensor([-5])),
+        "space 'full': .* never handed out": lambda: pool.swap_in(last["c4"], on_device),
+        "space 'full': pages": lambda: pool.offload(last["c4"]),
+        "space 'full': .* are written": lambda: pool.set_host_kv_buffer(
+            C4, last["c4"], torch.ones(1, 1, 80, dtype=torch.bfloat16)
+        ),
+    }
+    for message, call in refused.items():
+        with pytest.raises(SlotError, match=message):
+            call()
+    after = [part for tiers in pool._tiers(None) for part in tiers]
+    assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
+    pool.swap_in(own, on_device)
+    pool.offload(own)

@@ -359,3 +359,24 @@ def test_without_the_option_there_is_one_tier():
     assert set(plan.spaces) == {"requests", "full"}
     with pytest.raises(PlanError, match="nothing in this plan reads hisparse_top_k=8"):
         plan_of([dsa()] * 2, hisparse=False)
+
+
+def test_with_debug_slots_of_the_tiers_are_checked():
+    """By the core's own allocator, which knows who holds slots of each tier."""
+    model = model_of([dsa()], 64)
+    options = {"page_size": 64, "hisparse": True, "max_running_requests": 2, "hisparse_top_k": 8}
+    cache = kvdock.build(kvdock.plan(model, device=DEVICE, options=options, budget_bytes=2**24), "cpu", debug=True)
+    pool, slots = cache.token_to_kv_pool, cache.admit("a", 8)
+    on_device = pool.row_slots(slots[:1])
+    nobodys = {name: torch.tensor([cache.plan.spaces[name] - 1]) for name in ("device", "host")}
+    row = torch.ones(1, 1, 136, dtype=torch.bfloat16)
+    refused = {
+        "space 'device': .* never handed out": lambda: pool.swap_in(torch.tensor([0]), nobodys["device"]),
+        "space 'device': slot 1000000 is outside": lambda: pool.swap_in(torch.tensor([0]), torch.tensor([10**6])),
+        "space 'host': .* never handed out": lambda: pool.swap_in(nobodys["host"], on_device),
+        "space 'host': pages": lambda: pool.offload(slots[:1], nobodys["host"]),
+        "space 'host': .* are written": lambda: pool.set_host_kv_buffer(0, nobodys["host"], row),
+    }
+    for message, call in refused.items():
+        with pytest.raises(SlotError, match=message):
+            call()

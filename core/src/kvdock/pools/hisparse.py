@@ -12,6 +12,7 @@ from kvdock.layout import DEVICE, HOST, Buffer
 from kvdock.planned import Parts
 from kvdock.pools.dsa import DSAPool
 from kvdock.pools.formats import read_rows
+from kvdock.pools.grouped import KnowsLive
 from kvdock.queries import PoolQuery
 
 if TYPE_CHECKING:
@@ -24,6 +25,23 @@ class MapsDevice(Protocol):
 
     logical_to_device: torch.Tensor
     """Slot (of the numbering of requests) → device slot, int64; 0 where the rows are not on the device."""
+
+
+def check_tier(query: PoolQuery, parts: Parts, space: str, slots: torch.Tensor) -> None:
+    """With debug, verify that slots of the space ``device`` or ``host`` exist and are handed out, or padding.
+
+    Raises:
+        SlotError: names one that is not, and who held it last.
+    """
+    if not parts.debug or slots.device.type == "meta":
+        return
+    limit = parts.sizes[space] + query.spaces[space].page_size
+    outside = slots[(slots < 0) | (slots >= limit)]
+    if outside.numel():
+        raise SlotError(f"space {space!r}: slot {int(outside[0])} is outside 0 … {limit - 1}; nothing was copied")
+    side = getattr(parts.allocator, space, None)
+    if isinstance(side, KnowsLive):
+        side.verify_live(slots)
 
 
 class HiSparseDSAPool(DSAPool):
@@ -82,11 +100,14 @@ class HiSparseDSAPool(DSAPool):
         The rows of slots that are not resident go to host padding. Their map entries stay the allocator's business.
 
         Raises:
-            SlotError: another number of host slots than of slots, or no such layer; nothing is copied.
+            SlotError: another number of host slots than of slots, or no such layer; with debug, slots that nobody holds.
+                Nothing is copied.
         """
         import torch
 
         _check_pairs(logical, host)
+        self._check_loc(layer_id, logical)
+        check_tier(self.query, self.parts, HOST, host)
         device = self.row_slots(logical)
         targets = torch.where(device > 0, host.to(device.device), 0)
         for on_device, on_host in self._tiers(layer_id):
@@ -96,9 +117,12 @@ class HiSparseDSAPool(DSAPool):
         """Copy the rows of the host slots `host` to the device slots `device`; of one layer, or of all.
 
         Raises:
-            SlotError: another number of host slots than of device slots, or no such layer; nothing is copied.
+            SlotError: another number of host slots than of device slots, or no such layer; with debug, slots that nobody
+                holds. Nothing is copied.
         """
         _check_pairs(device, host)
+        check_tier(self.query, self.parts, DEVICE, device)
+        check_tier(self.query, self.parts, HOST, host)
         for on_device, on_host in self._tiers(layer_id):
             self.parts.kernels.copy_rows(on_device, device, on_host, host)
 
@@ -106,7 +130,8 @@ class HiSparseDSAPool(DSAPool):
         """Write rows `k` ``[n, 1, kv_lora_rank + qk_rope_head_dim]`` to the host slots `host`, stored as on the device.
 
         Raises:
-            SlotError: the layer owns no buffer here, or the shapes do not fit; nothing is written.
+            SlotError: the layer owns no buffer here, or the shapes do not fit; with debug, host slots that nobody holds.
+                Nothing is written.
         """
         self._owned(layer_id)
         lora, width = self.kv_lora_rank, self.kv_lora_rank + self.qk_rope_head_dim
@@ -115,6 +140,7 @@ class HiSparseDSAPool(DSAPool):
                 f"layer {layer_id}: rows of shape {tuple(k.shape)} for {host.numel()} host slots; give "
                 f"[{host.numel()}, 1, {width}]"
             )
+        check_tier(self.query, self.parts, HOST, host)
         row = self._pack(k[..., :lora], k[..., lora:]) if self.is_scaled else self.codec.encode(k)
         view = self._host[layer_id]
         self.parts.kernels.store(view, host.to(view.device), row.to(view.device))

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
 
 import msgspec
 from kvdock.errors import PluginError, SlotError
-from kvdock.layout import DEVICE, Buffer
+from kvdock.layout import DEVICE, FULL, Buffer
 from kvdock.planned import Parts
 from kvdock.pools.base import BufferInfo
+from kvdock.pools.grouped import KnowsLive
+from kvdock.pools.hisparse import check_tier
 from kvdock.queries import PoolQuery
 
 from kvdock_dsv4.pools.packed import PackedPool
@@ -73,6 +75,7 @@ class HiSparsePackedPool(PackedPool):
         """Copy the device rows of compressed slots to the host, of one layer or of all; what is not resident stays."""
         import torch
 
+        self._check_compressed(loc)
         device = self.row_slots(loc)
         targets = torch.where(device > 0, loc, 0)
         for on_device, on_host in self._tiers(layer_id):
@@ -82,10 +85,12 @@ class HiSparsePackedPool(PackedPool):
         """Copy the host rows of the compressed slots `loc` to the device slots `device`; of one layer or of all.
 
         Raises:
-            SlotError: another number of device slots; nothing is copied.
+            SlotError: another number of device slots; with debug, slots that nobody holds. Nothing is copied.
         """
         if loc.shape != device.shape:
             raise SlotError(f"{device.numel()} device slots for {loc.numel()} compressed slots; nothing was copied")
+        check_tier(self.query, self.parts, DEVICE, device)
+        self._check_compressed(loc)
         for on_device, on_host in self._tiers(layer_id):
             self.parts.kernels.copy_rows(on_device, device, on_host, loc.clamp(min=0))
 
@@ -99,6 +104,7 @@ class HiSparsePackedPool(PackedPool):
         self.check_rows(layer_id, (1, dim + self.format.rope_dim), loc, k)
         if layer_id not in self._on_host:
             raise self.refuse_layer(layer_id)
+        self._check_compressed(loc)
         packed = self.format.pack(k[..., 0, :dim], k[..., 0, dim:])
         for rows, found in zip(self._on_host[layer_id], packed, strict=True):
             store(rows, loc.clamp(min=0).to(rows.device), found.to(rows.device))
@@ -161,6 +167,13 @@ class HiSparsePackedPool(PackedPool):
         """Describe the rows of both tiers, each counted in its own space."""
         buffers = self.parts.tensors.buffers
         return [self._info(buffer, layer_id) for buffer in buffers for layer_id in buffer.layers]
+
+    def _check_compressed(self, loc: torch.Tensor) -> None:
+        """With debug, verify that compressed slots exist, and that the full page of each is handed out."""
+        self._check_loc(None, loc)
+        if self.parts.debug and isinstance(self._map, KnowsLive) and loc.device.type != "meta":
+            pages = loc.clamp(min=0) // self.query.space.page_size
+            self._map.verify_live(pages * self.query.spaces[FULL].page_size)
 
     def _tiers(self, layer_id: int | None) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield columns, then scales, on the device and on the host; of one layer, or of all."""
