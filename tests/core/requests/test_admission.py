@@ -445,3 +445,15 @@ def test_clear_forgets_states_as_well(make_cache):
     cache.check(held=NOTHING, held_states=[])
     cache.prepare_states()
     assert len(states(cache).cleared) == 1
+
+
+@pytest.mark.parametrize("tokens", [[], [4], 1.5, "4", None])
+def test_what_is_no_number_of_tokens_is_refused(make_cache, tokens):
+    cache = make_cache("mha")
+    slots = cache.admit("a", 8)
+    before = free(cache)
+    for call in (lambda: cache.release("a", kept=tokens), lambda: cache.hold_prefix("a", borrowed=tokens)):
+        with pytest.raises(SlotError, match=r"kept|borrowed"):
+            call()
+    assert free(cache) == before
+    cache.check(held=slots)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvdock.allocators.lengths import on_host, to_host
+from kvdock.allocators.lengths import on_host, to_host, whole_count
 from kvdock.errors import SlotError
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ class Holdings:
         Raises:
             SlotError: it is not.
         """
-        (number,) = on_host([tokens], name).tolist()
+        number = whole_count(tokens, name)
         written = self.length(request)
         if not 0 <= number <= written:
             raise SlotError(
