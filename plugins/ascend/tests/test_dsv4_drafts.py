@@ -1,13 +1,13 @@
 """DeepSeek V4 on an NPU: how many drafts a step may verify, and that bundles and tables name the states of refused ones."""
 
 import kvdock
-import numpy as np
 import pytest
 
 pytest.importorskip("kvdock_dsv4.hooks")
 torch = pytest.importorskip("torch")
 torch.set_num_threads(1)
 
+import numpy as np  # noqa: E402
 from kvdock.testing.driver import drive  # noqa: E402
 from kvdock.testing.trace import Arrival  # noqa: E402
 from kvdock.testing.values import RunError, WrongValue  # noqa: E402
