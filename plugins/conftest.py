@@ -6,6 +6,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.errors import InvalidArgument
 from kvdock.startup import core_only
+from small_dsv4 import of_ratios
 
 COMMON = {"deadline": None, "print_blob": True, "suppress_health_check": list(HealthCheck)}
 SHORT = settings(max_examples=15, stateful_step_count=25, **COMMON)
@@ -25,25 +26,8 @@ def effort():
 
 @pytest.fixture
 def small():
-    """Return the config of a small DeepSeek V4: a layer without compressed rows, two of ratio 4, one of 128.
-
-    A row is 80 columns: 160 bytes in bfloat16, or packed 64 + 2 · 16 bytes and 8 of scales.
-    """
-    return {
-        "architectures": ["DeepseekV4ForCausalLM"],
-        "model_type": "deepseek_v4",
-        "num_hidden_layers": 4,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 1,
-        "head_dim": 80,
-        "qk_rope_head_dim": 16,
-        "sliding_window": 128,
-        "index_head_dim": 128,
-        "max_position_embeddings": 2048,
-        "num_nextn_predict_layers": 1,
-        "torch_dtype": "bfloat16",
-        "compress_ratios": [0, 4, 128, 4],
-    }
+    """Return the config of a small DeepSeek V4: a layer without compressed rows, two of ratio 4, one of 128."""
+    return of_ratios(0, 4, 128, 4)
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from kvdock.testing.values import RunError, WrongValue  # noqa: E402
 from kvdock_ascend.dsv4 import requests as npu_requests  # noqa: E402
 from kvdock_ascend.dsv4.allocator import tail_start  # noqa: E402
 from kvdock_dsv4 import objections  # noqa: E402
+from small_dsv4 import drafting, narrow  # noqa: E402
 
 LIMITS = [
     ([0, 4, 128], 128, 249, 4, 256),
@@ -27,20 +28,6 @@ LIMITS = [
 max(2, ceil(1.8 · ratio / page) + 1) pages: 2 and 3 of 128, 2 and 2 of 256 and of 512; less the 7 or 127 tokens before one.
 """
 IDS = ["pages of 128", "128 alone", "pages of 256, 4 alone", "pages of 256", "pages of 512"]
-
-
-def drafting(tokens):
-    return {
-        "speculative_algorithm": "EAGLE",
-        "speculative_num_steps": tokens - 1,
-        "speculative_topk": 1,
-        "speculative_num_draft_tokens": tokens,
-    }
-
-
-def of_ratios(small, ratios):
-    rows = {"head_dim": 24, "qk_rope_head_dim": 8}
-    return small | rows | {"num_hidden_layers": len(ratios), "compress_ratios": ratios}
 
 
 def begin_of_row(length, ratio):
@@ -58,8 +45,8 @@ def lost(places, ratio, drafts):
 
 
 @pytest.mark.parametrize(("ratios", "page", "most", "ratio", "rows"), LIMITS, ids=IDS)
-def test_a_step_of_more_drafts_is_refused_with_the_most_that_works(ratios, page, most, ratio, rows, planned, small):
-    config, rest = of_ratios(small, ratios), {"max_total_tokens": 8192, "page_size": page, "budget": 2**28}
+def test_a_step_of_more_drafts_is_refused_with_the_most_that_works(ratios, page, most, ratio, rows, planned):
+    config, rest = narrow(ratios), {"max_total_tokens": 8192, "page_size": page, "budget": 2**28}
     made = planned(config, **rest, **drafting(most))
     assert made.outline.spaces[f"c{ratio}_state"].rule.per_request == (rows, 1)
     with pytest.raises(kvdock.UnsupportedCombination) as caught:
@@ -82,12 +69,12 @@ def test_the_places_of_a_request_leave_room_for_as_many_drafts_and_no_more(page,
 
 
 @pytest.fixture
-def driven(cached, small):
+def driven(cached):
     """Return a function that drives a request past the end of a row of 128, each step with as many drafts as may be."""
 
     def run(ratios, page, drafts):
         sizes = {"page_size": page, "swa_full_tokens_ratio": 1.0, "max_running_requests": 1}
-        found = cached(of_ratios(small, ratios), **sizes, **drafting(drafts))
+        found = cached(narrow(ratios), **sizes, **drafting(drafts))
         arrival = Arrival(timestamp_ms=0.0, input_length=120, output_length=drafts + 12)
         return drive(found, [arrival], seed=1, speculating=1.0, max_steps=14)
 

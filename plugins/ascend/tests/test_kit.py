@@ -5,13 +5,11 @@ import msgspec
 from kvdock.model import ConvBlock, ConvParams, DSAParams, MLAParams, StateParams
 from kvdock.testing.suites import CPU, SLIDING_MODEL, SMALL_MODEL, Case, DeviceSuite, PluginSuite
 from kvdock_ascend import hooks
+from others import cuda_device
 
 CARD = hooks.device_catalogue()["910b-64gb"]
 STATES = StateParams(conv=(ConvParams(blocks=(ConvBlock(heads=2, head_dim=16),), kernel=4),), temporal=(2, 16, 16))
 EAGLE = {"speculative_algorithm": "EAGLE", "speculative_num_steps": 3, "speculative_num_draft_tokens": 4}
-OTHERS_CUDA = kvdock.DeviceInfo(
-    device_type="cuda", name="another vendor's", total_bytes=2**30, free_before_load_bytes=2**30, free_bytes=2**30
-)
 
 
 def of_layers(*kinds):
@@ -33,7 +31,7 @@ class TestAscend(PluginSuite):
         Case(device=CARD, model=LINEAR, options={"max_running_requests": 4, **EAGLE}, budget_bytes=2**28),
         Case(device=CARD, options={"role": "prefill"}, budget_bytes=2**28),
     )
-    foreign = (CPU, OTHERS_CUDA)
+    foreign = (CPU, cuda_device())
 
 
 class TestAscendDevices(DeviceSuite):

@@ -4,26 +4,12 @@ import pytest
 from kvdock.errors import UnsupportedCombination
 from kvdock_dsv4 import objections
 from kvdock_dsv4.geometry import first_needed, most_drafts
+from small_dsv4 import drafting, of_ratios
 
 ONLINE = {"plugin_options": {"dsv4": {"online_compress": True}}}
 LIMITS = [([4, 128], {}, 9), ([0, 128], {}, 129), ([4, 128], ONLINE, 9), ([4, 0], {}, 9)]
 """Ratios and options → drafts: rings of 16 less the 7 tokens before one of a row of 8, or of 256 less 127."""
 IDS = ["both", "128 alone", "online", "4 alone"]
-
-
-def drafting(tokens):
-    return {
-        "speculative_algorithm": "EAGLE",
-        "speculative_num_steps": tokens - 1,
-        "speculative_topk": 1,
-        "speculative_num_draft_tokens": tokens,
-    }
-
-
-@pytest.fixture
-def of_ratios(small):
-    """Return a function that gives the small config with other layers."""
-    return lambda *ratios: small | {"num_hidden_layers": len(ratios), "compress_ratios": list(ratios)}
 
 
 def members(length, ratio):
@@ -59,7 +45,7 @@ def test_a_step_may_write_what_a_ring_has_beside_the_tokens_of_a_row(rows, ratio
 
 
 @pytest.mark.parametrize(("ratios", "options", "most"), LIMITS, ids=IDS)
-def test_a_step_of_more_drafts_is_refused_with_the_most_that_works(plan, of_ratios, ratios, options, most):
+def test_a_step_of_more_drafts_is_refused_with_the_most_that_works(plan, ratios, options, most):
     config = of_ratios(*ratios)
     assert plan(config, 2**24, **drafting(most), **options).total_bytes > 0
     with pytest.raises(UnsupportedCombination) as caught:
@@ -72,7 +58,7 @@ def test_a_step_of_more_drafts_is_refused_with_the_most_that_works(plan, of_rati
     )
 
 
-def test_a_chain_that_its_steps_make_too_wide_is_refused_by_these(plan, of_ratios):
+def test_a_chain_that_its_steps_make_too_wide_is_refused_by_these(plan):
     chain = {"speculative_algorithm": "EAGLE", "speculative_num_steps": 9}
     with pytest.raises(UnsupportedCombination, match=r"speculative_num_steps=9 with speculative_topk=1: a step of 10 "):
         plan(of_ratios(4, 128), 2**24, **chain)
@@ -83,7 +69,7 @@ def test_a_chain_that_its_steps_make_too_wide_is_refused_by_these(plan, of_ratio
 
 
 @pytest.mark.parametrize(("ratios", "options"), [([0, 0], {}), ([0, 128], ONLINE)], ids=["no ratio", "online alone"])
-def test_without_rings_any_number_of_drafts_is_planned(plan, of_ratios, ratios, options):
+def test_without_rings_any_number_of_drafts_is_planned(plan, ratios, options):
     assert plan(of_ratios(*ratios), 2**25, **drafting(200), **options).total_bytes > 0
 
 
@@ -103,7 +89,7 @@ def test_the_places_of_a_request_leave_room_for_as_many_drafts_and_no_more(cache
 
 
 @pytest.mark.parametrize(("ratios", "most"), [(ratios, most) for ratios, options, most in LIMITS if not options])
-def test_the_widest_step_is_driven_and_one_more_loses_a_state(cache, of_ratios, monkeypatch, widest, ratios, most):
+def test_the_widest_step_is_driven_and_one_more_loses_a_state(cache, monkeypatch, widest, ratios, most):
     from kvdock.testing.driver import drive
     from kvdock.testing.trace import Arrival
     from kvdock.testing.values import WrongValue

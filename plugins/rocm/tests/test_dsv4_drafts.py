@@ -11,24 +11,11 @@ from kvdock.testing.driver import drive  # noqa: E402
 from kvdock.testing.trace import Arrival  # noqa: E402
 from kvdock.testing.values import WrongValue  # noqa: E402
 from kvdock_dsv4 import objections  # noqa: E402
+from small_dsv4 import drafting, narrow  # noqa: E402
 
 LIMITS = [([0, 4, 128], 9, 4, 16), ([4], 9, 4, 16), ([0, 128], 129, 128, 256)]
 """Ratios → the most drafts, and the ratio and ring that limit them: 16 less 7 tokens before one, or 256 less 127."""
 IDS = ["both", "4 alone", "128 alone"]
-
-
-def drafting(tokens):
-    return {
-        "speculative_algorithm": "EAGLE",
-        "speculative_num_steps": tokens - 1,
-        "speculative_topk": 1,
-        "speculative_num_draft_tokens": tokens,
-    }
-
-
-def of_ratios(small, ratios):
-    rows = {"head_dim": 24, "qk_rope_head_dim": 8}
-    return small | rows | {"num_hidden_layers": len(ratios), "compress_ratios": ratios}
 
 
 def lost(places, ratio, drafts):
@@ -42,8 +29,8 @@ def lost(places, ratio, drafts):
 
 
 @pytest.mark.parametrize(("ratios", "most", "ratio", "rows"), LIMITS, ids=IDS)
-def test_a_step_of_more_drafts_is_refused_with_the_most_that_works(ratios, most, ratio, rows, planned, small):
-    config = of_ratios(small, ratios)
+def test_a_step_of_more_drafts_is_refused_with_the_most_that_works(ratios, most, ratio, rows, planned):
+    config = narrow(ratios)
     assert planned(config, max_total_tokens=1024, **drafting(most)).total_bytes > 0
     with pytest.raises(kvdock.UnsupportedCombination) as caught:
         planned(config, max_total_tokens=1024, **drafting(most + 1))
@@ -63,9 +50,9 @@ def test_the_places_of_a_request_leave_room_for_as_many_drafts_and_no_more(ratio
 
 
 @pytest.mark.parametrize(("ratios", "most"), [case[:2] for case in LIMITS], ids=IDS)
-def test_the_widest_step_is_driven_and_one_more_loses_a_state(ratios, most, cached, small, monkeypatch, widest):
+def test_the_widest_step_is_driven_and_one_more_loses_a_state(ratios, most, cached, monkeypatch, widest):
     def driven(drafts):
-        found = cached(of_ratios(small, ratios), max_total_tokens=1024, **drafting(drafts))
+        found = cached(narrow(ratios), max_total_tokens=1024, **drafting(drafts))
         arrival = Arrival(timestamp_ms=0.0, input_length=120, output_length=drafts + 12)
         return drive(found, [arrival], seed=1, speculating=1.0, max_steps=14)
 

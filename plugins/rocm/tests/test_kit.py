@@ -4,19 +4,11 @@ import kvdock
 from kvdock.model import DSAParams
 from kvdock.testing.suites import CPU, Case, DeviceSuite, PluginSuite
 from kvdock_rocm import hooks
+from others import cuda_device
 
 DSA = kvdock.LayerSpec(kind="dsa", params=DSAParams(kv_lora_rank=128, qk_rope_head_dim=16, index_head_dim=128))
 SPARSE = kvdock.ModelSpec(name="m", architecture="A", layers=(DSA,) * 2, context_length=256, dtype="bfloat16")
 MI300X = hooks.device_catalogue()["mi300x"]
-OTHERS_CUDA = kvdock.DeviceInfo(
-    device_type="cuda",
-    name="another vendor's",
-    total_bytes=2**30,
-    free_before_load_bytes=2**30,
-    free_bytes=2**30,
-    capabilities=("sm_90",),
-)
-"""Other vendors' builds of torch call their devices ``cuda`` too."""
 
 
 class TestRocm(PluginSuite):
@@ -30,7 +22,7 @@ class TestRocm(PluginSuite):
             budget_bytes=2**28,
         ),
     )
-    foreign = (CPU, OTHERS_CUDA)
+    foreign = (CPU, cuda_device("sm_90"))
 
 
 class TestRocmDevices(DeviceSuite):
