@@ -86,6 +86,22 @@ class HeldPages:
         self._blocks.setdefault(request, {})[base] = held + pages
         self._added.append((request, base, pages))
 
+    def take(self, request: Hashable, row: int, count: int) -> torch.Tensor | None:
+        """Return the slots of `count` more pages that a request holds from now on, or ``None``; after an error none are taken.
+
+        Raises:
+            SlotError: what `check_row` refuses.
+        """
+        before = self.inner.backup_state()
+        try:
+            slots = self.inner.alloc(count * self._size, request)
+            if slots is not None:
+                self.add(request, row, slots)
+        except BaseException:
+            self.inner.restore_state(before)
+            raise
+        return slots
+
     def pages(self, requests: Iterable[Hashable]) -> torch.Tensor:
         """Return the page numbers that `requests` hold, ``[n]`` int64; never waits."""
         import torch

@@ -347,14 +347,7 @@ class TieredAllocator(MappedAllocator):
 
     def _held(self, book: HeldPages, request: Hashable, pages: int) -> torch.Tensor | None:
         """Return the slots of `pages` more pages that a request holds from now on, or ``None``."""
-        before = book.inner.backup_state()
-        try:
-            slots = book.inner.alloc(pages * self.page_size, request)
-            if slots is not None:
-                book.add(request, self._row(request), slots)
-        except BaseException:
-            book.inner.restore_state(before)
-            raise
+        slots = book.take(request, self._row(request), pages)
         self._journal.position += slots is not None
         return slots
 

@@ -320,13 +320,9 @@ class GroupedPool(Pool):
         """With debug, verify that slots exist and are handed out (or padding)."""
         if not self.parts.debug or loc.device.type == "meta":
             return
-        slots = loc.detach().cpu()
         limit = (self.parts.sizes[self.group.space] + self.query.space.page_size) * self.query.parallel.dcp_size
-        outside = slots[(slots < 0) | (slots >= limit)]
         where = f"group {self.group.name!r}" if layer_id is None else f"layer {layer_id}"
-        if outside.numel():
-            slot = int(outside[0])
-            raise SlotError(f"{where}: slot {slot}{self._holder(slot)} is outside 0 … {limit - 1}; nothing was written")
+        verify_inside(where, loc, limit, self._holder)
         if isinstance(self._live, KnowsLive):
             try:
                 self._live.verify_live(loc)
@@ -351,6 +347,19 @@ class GroupedPool(Pool):
         import numpy as np
 
         return named_holders(self._request_pool, np.asarray([slot]), 1)
+
+
+def verify_inside(where: str, loc: torch.Tensor, limit: int, holder: Callable[[int], str] = lambda slot: "") -> None:
+    """Verify that slots are from 0 to before `limit`; waits for the device, for debug mode. `holder` says whose a slot is.
+
+    Raises:
+        SlotError: names the first that is not.
+    """
+    slots = loc.detach().cpu()
+    outside = slots[(slots < 0) | (slots >= limit)]
+    if outside.numel():
+        slot = int(outside[0])
+        raise SlotError(f"{where}: slot {slot}{holder(slot)} is outside 0 … {limit - 1}; nothing was written")
 
 
 def require_tensors(layer_id: int, **given: object) -> None:

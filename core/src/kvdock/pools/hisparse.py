@@ -12,7 +12,7 @@ from kvdock.layout import DEVICE, HOST, Buffer
 from kvdock.planned import Parts
 from kvdock.pools.dsa import DSAPool
 from kvdock.pools.formats import read_rows
-from kvdock.pools.grouped import KnowsLive
+from kvdock.pools.grouped import KnowsLive, verify_inside
 from kvdock.queries import PoolQuery
 
 if TYPE_CHECKING:
@@ -35,10 +35,7 @@ def check_tier(query: PoolQuery, parts: Parts, space: str, slots: torch.Tensor) 
     """
     if not parts.debug or slots.device.type == "meta":
         return
-    limit = parts.sizes[space] + query.spaces[space].page_size
-    outside = slots[(slots < 0) | (slots >= limit)]
-    if outside.numel():
-        raise SlotError(f"space {space!r}: slot {int(outside[0])} is outside 0 … {limit - 1}; nothing was copied")
+    verify_inside(f"space {space!r}", slots, parts.sizes[space] + query.spaces[space].page_size)
     side = getattr(parts.allocator, space, None)
     if isinstance(side, KnowsLive):
         side.verify_live(slots)

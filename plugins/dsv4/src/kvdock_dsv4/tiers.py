@@ -355,14 +355,7 @@ class DSV4HiSparseAllocator(MappedAllocator):
         row = None if pool is None else pool.row_of(request)
         if row is None:
             raise SlotError(f"request {request!r} has no row in the request table; admit it first")
-        before = self.device.backup_state()
-        try:
-            slots = self.device.alloc(pages * self.device.page_size, request)
-            if slots is not None:
-                self._buffers.add(request, row, slots)
-        except BaseException:
-            self.device.restore_state(before)
-            raise
+        slots = self._buffers.take(request, row, pages)
         self._journal.position += slots is not None
         return slots
 
