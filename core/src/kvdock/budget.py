@@ -186,7 +186,8 @@ def refuse_budget(
 ) -> BudgetError:
     """Return `error` with the advice that fits the way in which the budget was found.
 
-    Each of `levers` makes the need smaller, each of `divisions` that of one rank; `works` tells whether ``budget_bytes`` or ``mem_fraction_static`` serves.
+    Each of `levers` makes the need smaller, each of `divisions` that of one rank; `works` tells whether ``budget_bytes``
+    or ``mem_fraction_static`` serves.
     """
     most = device.free_bytes if device.source != GIVEN_BUDGET else MOST_BYTES
     needed = _working_budget(error.needed_bytes, most, works) if budget.base == "given" else error.needed_bytes

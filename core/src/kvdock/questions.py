@@ -69,10 +69,10 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True, tag_field="question", ta
 class Longest(msgspec.Struct, frozen=True, kw_only=True, tag_field="question", tag="longest"):
     """The longest length in tokens that `requests` requests can have at once (0: none), and what stops it there.
 
-    `bound` is ``context_length``, the space that has no slot for one token more, or ``the shared buffer`` of all, and `limit` the limit of the plan that
-    it makes: ``request_tokens``, ``tokens``, ``requests``, ``state_slots`` or another space's name. `spaces` are taken at
-    this length, `kv_bytes` on the device and `host_kv_bytes` in host memory. `remedies` serve a longer length, or the
-    next one for fewer requests.
+    `bound` is ``context_length``, the space that has no slot for one token more, or ``the shared buffer`` of all, and
+    `limit` the limit of the plan that it makes: ``request_tokens``, ``tokens``, ``requests``, ``state_slots`` or another
+    space's name. `spaces` are taken at this length, `kv_bytes` on the device and `host_kv_bytes` in host memory.
+    `remedies` serve a longer length, or the next one for fewer requests.
     """
 
     requests: int

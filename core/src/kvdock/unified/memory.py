@@ -395,9 +395,9 @@ class UnifiedMemory:
 
     def _counted(self, more: Mapping[str, int]) -> dict[str, int]:
         """Return numbers of pages of spaces that share the buffer, each whole and not negative."""
-        return {
-            self._joined(space).stretch.space: natural(count, f"pages of {space!r}") for space, count in more.items()
-        }
+        for space in more:
+            self._joined(space)
+        return {space: natural(count, f"pages of {space!r}") for space, count in more.items()}
 
     def _windows(self) -> dict[str, Window]:
         return {space: segment.window for space, segment in self._segments.items()}

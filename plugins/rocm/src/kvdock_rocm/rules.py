@@ -112,9 +112,7 @@ def _foreign_floats(query: PlanQuery) -> str | None:
         return None
     native = device.native_floats(query.device)
     packed = _packed(query, native)
-    if packed and has_form(
-        query, settings.PLUGIN, packed
-    ):  # the form is loaded and lacks what is asked, which it says itself
+    if has_form(query, settings.PLUGIN, packed):  # it lacks what is asked, and says so itself
         others = tuple(buffer for buffer in query.buffers if query.pools[buffer.owner] not in packed)
         query, packed = msgspec.structs.replace(query, buffers=others), set()
     foreign = foreign_floats(query, native)

@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 
 
 class DSV4NpuPool(DSV4Pool):
-    """The same calls as on other devices; where compressed rows and states lie is the allocator's affair here."""
+    """The same calls as on other devices; where compressed rows and states lie is the allocator's affair here.
+
+    All that a request owns is found by its tokens, so copies by request row hold nothing.
+    """
 
     device_types: ClassVar[frozenset[str] | None] = frozenset({DEVICE_TYPE})
 
@@ -61,7 +64,6 @@ class DSV4NpuPool(DSV4Pool):
 
         space = self._states_of(ratio)
         whole_positions(positions)
-
         requests = self.parts.request_pool
         if requests is None:
             raise SlotError("states by request row are found through the request table, and this cache has none")
@@ -103,14 +105,6 @@ class DSV4NpuPool(DSV4Pool):
     def get_index_k_with_scale_buffer(self, layer_id: int) -> torch.Tensor:
         """Raise: keys and scales are two tensors here, those of `index_pool`."""
         raise SlotError(f"layer {layer_id}: index keys and scales lie apart here; read index_pool({layer_id})")
-
-    def get_request_copy(self, rows: torch.Tensor) -> list[torch.Tensor]:
-        """Return none: all that a request owns is found by its tokens.
-
-        Raises:
-            SlotError: a row does not exist, or is given twice; with debug, it is nobody's.
-        """
-        return super().get_request_copy(rows)
 
     def compressed_pool(self, layer_id: int) -> Any:
         """Return the `NpuRowsPool` of a layer's compressed rows.
